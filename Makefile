@@ -160,7 +160,8 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.security.fuzzing --calls 50000 $(ARGS)
 	$(BIN)/python -m tests.security.fuzzing --calls 50000 --near $(ARGS)
 	$(BIN)/python -m tests.security.graph_fuzzing --graphs 20000
-	$(BIN)/python -m tests.security.graph_fuzzing --graphs 200 --mode inductor
+	$(BIN)/python -m tests.security.graph_fuzzing --graphs 40 --mode inductor
+	$(BIN)/python -m tests.security.graph_fuzzing --graphs 300 --mode compiled
 	$(BIN)/python -m tests.security.hostile_messages
 
 # Each test of docs/reference/patches.md must fail without its replacement; half an hour.

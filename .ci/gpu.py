@@ -19,12 +19,10 @@ bring them along:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +34,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / ".ci"))
+
+from limits import run_limited, session_timeout  # noqa: E402
+
 LIMIT_SECONDS = 470
 """For a stage: below eight minutes, so that each fits where a command may take ten."""
 PACKAGES = {
@@ -118,24 +120,6 @@ def download(wheels: Path, python: str) -> int:
     return subprocess.run([*command, *CARRIED], check=False).returncode
 
 
-def run_limited(command: Sequence[str], variables: dict[str, str], limit_seconds: float) -> int | None:
-    """Run a command in a process group of its own, which ends with it.
-
-    Returns:
-        Its exit status; None where the limit ended it.
-    """
-    process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
-    try:
-        return process.wait(limit_seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        # Pytest's processes and workers go, too; an interrupt does not reach them by itself.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def environment(paths: Sequence[Path], rehearse: bool) -> dict[str, str]:
     """Return the variables of a stage."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SKYPROXY_")}
@@ -190,10 +174,9 @@ def run_tests(stage: Stage, paths: Sequence[str], options: argparse.Namespace, v
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
         command += [f"--junitxml={report}", *paths]
-        # pytest writes its report when it is done: it has to notice the time by itself.
-        command += [f"--session-timeout={options.limit_seconds * 0.95:.0f}"]
+        command += [session_timeout(options.limit_seconds)]
         started = time.monotonic()
-        status = run_limited(command, variables, options.limit_seconds)
+        status = run_limited(command, variables, options.limit_seconds, ROOT)
         if report.exists():
             read_report(stage, report)
     if status is None or time.monotonic() - started > options.limit_seconds * 0.95:
@@ -227,7 +210,7 @@ def figures(stage: Stage, options: argparse.Namespace, variables: dict[str, str]
         command = [sys.executable, "benchmarks/suite.py", "--json", str(found), "--plot", str(plot)]
         command += ["--rehearse"] if options.rehearse else ["--device", "cuda"]
         command += ["--quick"] if options.quick else []
-        status = run_limited(command, variables, options.limit_seconds)
+        status = run_limited(command, variables, options.limit_seconds, ROOT)
         if found.exists():
             read_figures(stage, found, judge=not options.rehearse)
     if status is None:

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
 from environments import cache_folder, make_environment  # noqa: E402
+from limits import run_limited, session_timeout  # noqa: E402
 
 from skyproxy import torch_versions  # noqa: E402
 
@@ -62,7 +63,7 @@ def run_group(python: Path, group: str, jobs: int, limit_seconds: float) -> tupl
     """Run one group of tests.
 
     Returns:
-        How many passed, failed and were skipped; the names of those that failed; seconds.
+        How many passed, failed and were skipped; the names of those that failed, and what else went wrong; seconds.
     """
     paths, marks = GROUPS[group]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SKYPROXY_")}
@@ -75,17 +76,17 @@ def run_group(python: Path, group: str, jobs: int, limit_seconds: float) -> tupl
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, f"--junitxml={report}"]
         command += ["-n", str(jobs), "--dist", "worksteal" if group == "sweep" else "loadfile", *paths]
-        try:
-            subprocess.run(command, cwd=ROOT, env=variables, check=False, timeout=limit_seconds)
-        except subprocess.TimeoutExpired:
-            return {"passed": 0, "failed": 1, "skipped": 0}, [f"not done after {limit_seconds:.0f} s"], limit_seconds
+        status = run_limited([*command, session_timeout(limit_seconds)], variables, limit_seconds, ROOT)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    failed = [f"{c.get('classname')}::{c.get('name')}" for c in cases if {"failure", "error"} & {e.tag for e in c}]
+    seconds = time.monotonic() - started
+    problems = [f"{c.get('classname')}::{c.get('name')}" for c in cases if {"failure", "error"} & {e.tag for e in c}]
     skipped = sum(any(e.tag == "skipped" for e in case) for case in cases)
-    counts = {"passed": len(cases) - len(failed) - skipped, "failed": len(failed), "skipped": skipped}
-    if not cases:
-        failed = ["no test ran: see pytest's output"]
-    return counts, failed, time.monotonic() - started
+    counts = {"passed": len(cases) - len(problems) - skipped, "failed": len(problems), "skipped": skipped}
+    if status is None or seconds > limit_seconds * 0.95:
+        problems.append(f"not done after {seconds:.0f} s: the counts are of the tests before")
+    elif not cases:
+        problems.append("no test ran: see pytest's output")
+    return counts, problems, seconds
 
 
 def main() -> int:

@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -30,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
 from environments import cache_folder, make_environment  # noqa: E402
+from limits import run_limited  # noqa: E402
 
 from tests.upstream.comparison import Comparison, Result, compare, read_results  # noqa: E402
 from tests.upstream.differences import DIFFERENCES  # noqa: E402
@@ -156,24 +156,12 @@ def run_tests(
         command += ["-p", "no:cacheprovider", "--timeout=300", "--tb=short", "-n", str(options.jobs)]
         command += [*options.arguments, *library.tests]
         with Path(folder, "output").open("w+", encoding="utf-8", errors="replace") as output:
-            process = subprocess.Popen(
-                command, cwd=place, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            in_time = False
-            try:
-                process.wait(options.limit_seconds)
-                in_time = True
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            status = run_limited(command, variables, options.limit_seconds, place, output)
             output.seek(0)
             text = output.read()
         if options.logs:
             Path(options.logs, f"{name}-{device.partition(':')[0]}.log").write_text(text, encoding="utf-8")
-        return read_results(report.read_text(encoding="utf-8").splitlines()), text[-2000:], in_time
+        return read_results(report.read_text(encoding="utf-8").splitlines()), text[-2000:], status is not None
 
 
 def summary(rows: dict[str, tuple[Comparison, float]], torch: str) -> str:

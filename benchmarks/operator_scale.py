@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "operator")]
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from skyproxy_operator.cluster import ApiError, Cluster, path_of  # noqa: E402
+from skyproxy_operator.cluster import ApiError, ClusterConnection, path_of  # noqa: E402
 from skyproxy_operator.informer import View, view_of  # noqa: E402
 from skyproxy_operator.names import API_VERSION  # noqa: E402
 from tests.e2e.control_plane import binaries  # noqa: E402
@@ -130,7 +130,7 @@ async def in_parallel(works: list[Callable[[], Awaitable[Any]]], at_once: int = 
 class World:
     """The cluster as this program sees and moves it; its Pods are ready as soon as they have a machine."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterConnection) -> None:
         self.cluster = cluster
         self.view: View = view_of(cluster, (), self._changed)
         self._works: set[asyncio.Task[None]] = set()
@@ -206,7 +206,7 @@ class World:
 @asynccontextmanager
 async def world_of(kubeconfig: Path) -> AsyncIterator[World]:
     os.environ["KUBECONFIG"] = str(kubeconfig)
-    cluster = await Cluster.connect(60)
+    cluster = await ClusterConnection.connect(60)
     world = World(cluster)
     following = asyncio.create_task(world.view.run())
     try:

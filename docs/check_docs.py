@@ -1,8 +1,9 @@
 """Checks the documentation against itself and against the code; `make docs` runs it.
 
 Internal links lead somewhere, Python blocks compile, pages can be reached from docs/index.md, `make` targets exist,
-files that pages for readers of the code name exist, and the tables of settings, errors, threads and locks say what the
-code says. Prints one line a problem and exits with 1 if there is any.
+files that pages for readers of the code name exist, what a step of the architecture's ways names is in a file of that
+step, and the tables of settings, errors, threads and locks say what the code says. Prints one line a problem and exits
+with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
 MAKE = re.compile(r"(?:^|`)make((?: [a-z][a-z0-9]*)+)", re.MULTILINE)
 EXTERNAL = re.compile(r"^[a-z][a-z0-9+.-]*:")
+STEP = re.compile(r"^\d+\. .*(?:\n[ \t]+\S.*)*", re.MULTILINE)
+IDENTIFIER = re.compile(r"`@?([A-Za-z_]\w+)(?:\([^`]*\))?`")
 NAMED_FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*\.(?:py|md|toml|yaml|yml))(?:::\w+)?`")
 
 CODE = ("skyproxy", "skyproxy_server", "operator/skyproxy_operator")
@@ -201,9 +204,28 @@ def check_named_files(root: Path) -> Iterator[str]:
         page = root / "docs/topics" / name
         text = page.read_text(encoding="utf-8") if page.exists() else ""
         for match in NAMED_FILE.finditer(FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)):
-            if not any((root / folder / match[1]).is_file() for folder in FOLDERS_LEFT_OUT):
+            if find_named_file(root, match[1]) is None:
                 line = text.count("\n", 0, match.start()) + 1
                 yield f"{page.relative_to(root)}:{line}: there is no file {match[1]}"
+
+
+def find_named_file(root: Path, name: str) -> Path | None:
+    """Return the file that a page names, perhaps without its folder."""
+    found = (root / folder / name for folder in FOLDERS_LEFT_OUT)
+    return next((path for path in found if path.is_file()), None)
+
+
+def check_steps(root: Path) -> Iterator[str]:
+    """Names in steps of the architecture's ways that no file of the step has: they were moved, or renamed."""
+    page = root / "docs/topics/architecture.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    for step in STEP.finditer(text):
+        files = [find_named_file(root, match[1]) for match in NAMED_FILE.finditer(step[0])]
+        code = "\n".join(path.read_text(encoding="utf-8") for path in files if path is not None)
+        for match in IDENTIFIER.finditer(step[0]):
+            if code and not re.search(rf"\b{match[1]}\b", code):
+                line = text.count("\n", 0, step.start() + match.start()) + 1
+                yield f"{page.relative_to(root)}:{line}: no file of this step has {match[1]}"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -344,6 +366,7 @@ def problems(root: Path) -> list[str]:
         *check_variables(root, variables),
         *check_errors(root, errors),
         *check_named_files(root),
+        *check_steps(root),
         *check_threads(root),
     ]
 

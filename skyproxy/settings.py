@@ -145,8 +145,12 @@ class Settings:
     """The time for which a worker keeps a named session that nobody uses."""
     saved_session_days: float = 30.0
     """The days for which a worker's volume keeps a named session that was saved and that nobody has come back to."""
+    named_return_seconds: float = 5.0
+    """The time that a client whose connection broke has to come back before others may have its named session."""
+    name_lease_seconds: float = 15.0
+    """The time without a sign of life after which a worker of the same volume has no named sessions any more."""
     max_named_sessions: int = 64
-    """Named sessions of one worker."""
+    """Named sessions of one token that one worker keeps."""
     max_names: int = 1024
     """Values that one named session may have."""
     max_named_bytes: int = 16 << 20

@@ -46,7 +46,7 @@ def end(span: Any, error: str = "") -> None:
     span.end()
 
 
-def inside(span: object) -> AbstractContextManager[object]:
+def as_parent(span: object) -> AbstractContextManager[object]:
     """Let spans that begin in the block be children of this one; do nothing for None."""
     if span is None:
         return nullcontext()

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log_to_stderr(arguments.log_level.upper())
     made: Path | None = None
     blobs: BlobStore | None = None
+    session_host: LeavingHost | None = None
     processes: ProcessHost | None = None
     jobs: Jobs | str = ""
     try:
@@ -82,7 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.processes > 1:
             return _run_several(arguments, sys.argv[1:] if argv is None else argv, stop)
         token, made = _token(arguments)
-        session_host: LeavingHost
         if _wants_processes(arguments):
             blobs = _blob_store(arguments, shared=True)
             session_host = processes = _process_host(arguments, blobs)
@@ -119,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if not isinstance(jobs, str):
             jobs.close()
-        if processes is not None:
-            processes.close()
+        if session_host is not None:
+            session_host.close()
         if blobs is not None:
             blobs.close()
         if made is not None:
@@ -288,13 +288,15 @@ def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs
     open_ops([*arguments.allow_ops, *(WITH_FUNCTIONS if _may_all_run_code(arguments) else ())])
     if _may_all_run_code(arguments):
         trust_clients()
-    host: LeavingHost = WorkerHost(
+    host = WorkerHost(
         devices=devices,
         settings=SETTINGS,
         blobs=blobs,
         functions=not arguments.no_functions,
         snapshots=_snapshots(arguments),
     )
+    if not arguments.embedded:  # whose volume nobody else has
+        host.keep_names()
     return host
 
 

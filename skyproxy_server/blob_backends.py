@@ -195,8 +195,10 @@ class FolderBackend:
     """Uploads as files, named by their hash. They survive the worker; each is hashed again when it is used."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises:
-        ConfigurationError: the folder cannot be made or written.
+        """Open the folder, or make it.
+
+        Raises:
+            ConfigurationError: the folder cannot be made or written.
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ class Keeping(Protocol):
     def discard(self) -> None: ...
 
 
-class Uploads(Protocol):
+class UploadStore(Protocol):
     """A store, as sessions see it: this process's `BlobStore`, or one in another process."""
 
     max_bytes: int
@@ -145,11 +145,13 @@ class BlobStore:
     def __init__(
         self, max_bytes: int, backend: BlobBackend | None = None, least_bytes: int = 1, *, shared: bool = False
     ) -> None:
-        """Args:
-        max_bytes: how much to keep.
-        backend: where; by default in memory.
-        least_bytes: what is smaller is not worth an entry of its own.
-        shared: whether who has one token may use what came with another.
+        """Open the store, with what its backend holds.
+
+        Args:
+            max_bytes: how much to keep.
+            backend: where; by default in memory.
+            least_bytes: what is smaller is not worth an entry of its own.
+            shared: whether who has one token may use what came with another.
         """
         self.max_bytes = max_bytes
         self.shared = shared

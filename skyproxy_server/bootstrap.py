@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     if "lock" in wanted or not all(map(is_satisfied, wanted["requirements"])):
         place = Path.home() / ".skyproxy" / hashlib.sha256(arguments[0].encode()).hexdigest()[:16]
         try:
-            python = installed(place, wanted)
+            python = ensure_installed(place, wanted)
         except subprocess.CalledProcessError as error:
             # Its own output says why; it is the end of the log, which becomes the Pod's termination message.
             print(f"skyproxy: the packages could not be installed: {error}", file=sys.stderr)
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     os.execv(python, [python, "-m", "skyproxy_server", *arguments[1:]])
 
 
-def installed(place: Path, wanted: dict[str, Any]) -> str:
+def ensure_installed(place: Path, wanted: dict[str, Any]) -> str:
     """The interpreter of an environment that has what is wanted over what this one has; made once.
 
     Raises:

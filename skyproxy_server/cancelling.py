@@ -54,7 +54,7 @@ class Cancellation:
         return self._asked > self._met
 
     @property
-    def met(self) -> int:
+    def latest_mark(self) -> int:
         """The number of the latest mark."""
         return self._met
 
@@ -124,11 +124,13 @@ class CommandSkipper:
         owe_check: Callable[[Any, list[object], int], None],
         fail: Callable[[list[object], int, Exception], int],
     ) -> None:
-        """Args:
-        cancellation: what it is for.
-        ops, values, reports, graphs: the session's.
-        owe_check: notes that an op was not held against what the client believes of it; see `Verification`.
-        fail: poisons what the command at a position should have made, for an error; returns the next one's position.
+        """Make the walker of one session.
+
+        Args:
+            cancellation: what it is for.
+            ops, values, reports, graphs: the session's.
+            owe_check: notes that an op was not held against what the client believes of it; see `Verification`.
+            fail: poisons what the command at a position should have made, for an error; returns the next position.
         """
         self._cancellation = cancellation
         self._ops = ops

@@ -60,7 +60,7 @@ def compiler_problem(kind: str) -> str:
     return "" if found else "no C++ compiler was found"
 
 
-class Program:
+class CompiledGraph:
     """One compiled graph.
 
     Attributes:
@@ -78,7 +78,9 @@ class Program:
         on_cpu: bool,
         numbers: frozenset[int] = frozenset(),
     ) -> None:
-        """Args:
+        """Check a program, and prepare to run it.
+
+        Args:
             inputs: how many arguments it has.
             outputs: how many results.
             fields: see `protocol.commands`.
@@ -86,12 +88,13 @@ class Program:
             numbers: which of its arguments are numbers; the others are tensors.
 
         Raises:
-        ProtocolError: the program is malformed.
-        UnsupportedOpError: it uses an op that is not allowed, or unknown here.
+            ProtocolError: the program is malformed.
+            UnsupportedOpError: it uses an op that is not allowed, or unknown here.
         """
         options = fields.get("options") or {}
         self._mode: str = options.get("worker", "auto")
         self._dynamic = bool(options.get("dynamic"))
+        self._varies = self._dynamic or not compiles_unchecked()
         self._kind = "cpu" if on_cpu else "cuda"
         if self._mode not in _MODES:
             raise ProtocolError(f"a graph cannot run as {self._mode!r:.40}")
@@ -223,10 +226,13 @@ class Program:
             self.ran = self.ran or "eager"
             self._fixed = self._eager
             return self._eager
-        key = tuple(_look(a) for a in args) if self._dynamic else None
+        # A compiled form does not look at its arguments: it is for those that look like the ones it was made for.
+        key = tuple(_look(a) for a in args) if self._varies else None
         known = self._variants.get(key)
         if known is not None:
             return known
+        if self._variants and not self._dynamic:
+            return self._eager
         if len(self._variants) >= _MAX_VARIANTS:
             self.trouble = self.trouble or f"it was called with more than {_MAX_VARIANTS} sets of sizes"
             return self._eager
@@ -241,7 +247,7 @@ class Program:
             return self._eager
         self.ran = "inductor"
         self._variants[key] = compiled
-        if not self._dynamic:
+        if not self._varies:
             self._fixed = compiled
         return compiled
 
@@ -264,8 +270,8 @@ def _types_in(fields: Any) -> set[str]:
 
 def _look(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
-    return value
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    return type(value), value  # True is 1 as a key, and not in a program
 
 
 def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..., object]:
@@ -311,8 +317,10 @@ class CompiledSignature(Signature):
     """A program as an op: its results are kept, checked and poisoned like those of any other."""
 
     def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
-        """Raises:
-        ProtocolError: the definition is malformed.
+        """Read the definition, and make the program.
+
+        Raises:
+            ProtocolError: the definition is malformed.
         """
         try:
             name, templates, fields, outputs = definition
@@ -320,7 +328,7 @@ class CompiledSignature(Signature):
         except (TypeError, ValueError, AttributeError):
             raise ProtocolError("the definition of a compiled graph has four parts") from None
         self._begin(name)
-        self.program: Program | None = None
+        self.program: CompiledGraph | None = None
         if not isinstance(templates, list) or not all(map(_is_input, templates)):
             raise ProtocolError(f"a compiled graph takes tensors and numbers, not {templates!r:.100}")
         scalars = frozenset(i for i, template in enumerate(templates) if template == commands.VALUE)
@@ -328,7 +336,7 @@ class CompiledSignature(Signature):
         parts = [f"number({part})" if i in scalars else part for i, part in enumerate(parts)]
         self._constants["number"] = as_number
         try:
-            self.program = Program(len(templates), len(outputs), fields, on_cpu=on_cpu, numbers=scalars)
+            self.program = CompiledGraph(len(templates), len(outputs), fields, on_cpu=on_cpu, numbers=scalars)
             self.draws = self.program.draws
             self._constants["op"] = self.program
         except UnsupportedOpError as error:

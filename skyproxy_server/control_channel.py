@@ -23,7 +23,7 @@ class ChannelClosedError(Exception):
     """The process at the other end is gone, or has closed its end."""
 
 
-class Channel:
+class ControlChannel:
     """One end of a Unix socket pair that keeps records whole.
 
     Sending is safe from any thread; receiving belongs to one.
@@ -34,7 +34,7 @@ class Channel:
         self._readable = Readable(sock)
 
     @classmethod
-    def pair(cls, send_seconds: int = 0) -> tuple[Channel, socket.socket]:
+    def pair(cls, send_seconds: int = 0) -> tuple[ControlChannel, socket.socket]:
         """Make a channel: our end, and the socket of the other, to be passed on.
 
         Args:

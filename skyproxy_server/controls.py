@@ -312,7 +312,7 @@ def resize_storage(session: SessionState, slot: int, byte_count: int) -> None:
     former = storage.nbytes()
     storage.resize_(byte_count)
     clear_from(tensor, former)
-    session.values.gates.resized(tensor, former)
+    session.values.gates.note_resize(tensor, former)
 
 
 @_control

@@ -1,6 +1,6 @@
 """Replays of a captured stream as real CUDA graphs: when to warm up, when to capture, when to fall back to the list.
 
-`Replayer` decides, `CudaDriver` acts; the decisions are tested with another driver, without a GPU.
+`CudaReplayer` decides, `CudaDriver` acts; the decisions are tested with another driver, without a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Driver(Protocol):
         """Runs a captured graph."""
 
 
-class Replayer:
+class CudaReplayer:
     """A replayer of one recording on one CUDA device.
 
     The first replays run command by command; they are the warm-up. Then the commands are captured, and from there on
@@ -167,7 +167,7 @@ class CudaDriver:
             graph.replay()
 
 
-def replayer_for(places: list[list[Any]], recording: Recording, random: RandomState) -> Replayer | None:
+def replayer_for(places: list[list[Any]], recording: Recording, random: RandomState) -> CudaReplayer | None:
     """Return the replayer of a recording; None for command by command, the only way on a CPU and across devices.
 
     Args:
@@ -177,4 +177,4 @@ def replayer_for(places: list[list[Any]], recording: Recording, random: RandomSt
     """
     if len(places) != 1 or places[0][0] != "cuda" or not recording.steps:
         return None
-    return Replayer(CudaDriver(int(places[0][1] or 0), random))
+    return CudaReplayer(CudaDriver(int(places[0][1] or 0), random))

@@ -22,7 +22,7 @@ BUFFERS = 8
 """Pinned buffers of one direction of one session, each as large as a chunk."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def synchronize(self) -> None:
@@ -40,10 +40,10 @@ class CopyEngine(Protocol):
         is not used for anything else before they are done.
         """
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> DeviceEvent:
         """Copies on the side stream; returns at once."""
 
-    def hold_back(self, event: Event) -> None:
+    def hold_back(self, event: DeviceEvent) -> None:
         """On the executor's thread: what it computes from now on waits for `event`."""
 
 
@@ -61,13 +61,13 @@ class CudaCopyEngine:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         tensor.record_stream(self._side)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> DeviceEvent:
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
-            event: Event = self._side.record_event()
+            event: DeviceEvent = self._side.record_event()
         return event
 
-    def hold_back(self, event: Event) -> None:
+    def hold_back(self, event: DeviceEvent) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type,unused-ignore]
 
 
@@ -79,7 +79,7 @@ class Buffers:
         self._engine = engine
         self._made = 0
         self._free: list[torch.Tensor] = []
-        self._used: deque[tuple[torch.Tensor, Event]] = deque()
+        self._used: deque[tuple[torch.Tensor, DeviceEvent]] = deque()
 
     def take(self) -> torch.Tensor:
         """A buffer; waits for the oldest copy while all are in use.
@@ -99,7 +99,7 @@ class Buffers:
         event.synchronize()
         return buffer
 
-    def give_back(self, buffer: torch.Tensor, event: Event | None = None) -> None:
+    def give_back(self, buffer: torch.Tensor, event: DeviceEvent | None = None) -> None:
         """The buffer is free, after `event` where there is one."""
         if event is None:
             self._free.append(buffer)
@@ -114,7 +114,7 @@ class IncomingTensor:
         self._engine = engine
         self._buffers = buffers
         self._bytes = device_bytes(value)
-        self._last: Event | None = None
+        self._last: DeviceEvent | None = None
         engine.begin(value)
 
     def buffer(self, byte_count: int) -> torch.Tensor | None:
@@ -132,7 +132,7 @@ class IncomingTensor:
         Raises:
             RuntimeError: the device is in trouble.
         """
-        event: Event | None = None
+        event: DeviceEvent | None = None
         try:
             self._last = event = self._engine.copy(self._bytes[offset : offset + byte_count], buffer[:byte_count])
         finally:
@@ -195,7 +195,7 @@ class Staging:
             return
         engine, buffers = lane
         source = device_bytes(tensor)
-        under_way: deque[tuple[torch.Tensor, int, Event]] = deque()
+        under_way: deque[tuple[torch.Tensor, int, DeviceEvent]] = deque()
 
         def next_one() -> Iterator[memoryview]:
             buffer, count, event = under_way.popleft()

@@ -10,7 +10,7 @@ from skyproxy_server.argument_checks import check_device
 from skyproxy_server.inventory import DeviceRow
 
 
-class Devices(list[DeviceRow]):
+class WorkerDevices(list[DeviceRow]):
     """The rows of a worker's inventory: each has "type", "index" and what is known of the device."""
 
     @property

@@ -10,7 +10,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class ProcessEnding:
     """The end of a process.
 
     Attributes:
@@ -24,7 +24,7 @@ class Ending:
     reason: str = ""
 
     @classmethod
-    def of(cls, result: os.waitid_result, reason: str = "") -> Ending:
+    def of(cls, result: os.waitid_result, reason: str = "") -> ProcessEnding:
         """The end that the kernel reports."""
         if result.si_code == os.CLD_EXITED:
             return cls(0, result.si_status, reason)
@@ -36,7 +36,7 @@ class Ending:
         return bool(self.signal_number or self.status or self.reason)
 
     @property
-    def how(self) -> str:
+    def description(self) -> str:
         """The event in words: "was killed by signal 11 (SIGSEGV)", say."""
         if self.reason:
             return f"was ended by the worker: {self.reason}"
@@ -46,7 +46,7 @@ class Ending:
 
     def for_client(self) -> str:
         """Return what the client is told: what happened, and what to do. That its tensors are gone, it says itself."""
-        return f"its process on the worker {self.how}. {self._advice}Other sessions of the worker go on."
+        return f"its process on the worker {self.description}. {self._advice}Other sessions of the worker go on."
 
     @property
     def _advice(self) -> str:

@@ -58,8 +58,10 @@ class Gates:
     """
 
     def __init__(self, idle: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext) -> None:
-        """Args:
-        idle: entered while something is waited for; whoever waits for us must not wait for our client.
+        """Begin without a closed gate.
+
+        Args:
+            idle: entered while something is waited for; whoever waits for us must not wait for our client.
         """
         self._idle = idle
         self.closed: dict[int, list[Gate]] = {}
@@ -77,7 +79,7 @@ class Gates:
         """Take `hold` back."""
         self.closed.pop(_NO_STORAGE, None)
 
-    def resized(self, tensor: torch.Tensor, former_bytes: int) -> None:
+    def note_resize(self, tensor: torch.Tensor, former_bytes: int) -> None:
         """The tensor's storage had so many bytes before. PyTorch's kernels would read and write beyond its end."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         assert key is not None
@@ -208,7 +210,7 @@ class Gates:
                     with contextlib.suppress(PoisonedError):
                         self._wait(gate)
 
-    def delivered(self, failed: Failed) -> None:
+    def note_delivery(self, failed: Failed) -> None:
         """The client knows of this failure: what it should have changed is as it was before, and usable again."""
         for key, gates in list(self.closed.items()):
             for gate in list(gates):

@@ -99,7 +99,7 @@ class SessionModes:
             self._begin()
 
     @contextmanager
-    def during(self, record: Record) -> Iterator[None]:
+    def use_for_block(self, record: Record) -> Iterator[None]:
         """Run the block under other modes than the session's own, which are back afterwards."""
         own = self.record
         self.switch(record)

@@ -16,7 +16,7 @@ from skyproxy import torch_codec, torch_modes
 from skyproxy.errors import LimitExceededError, ProtocolError
 from skyproxy.protocol import commands
 from skyproxy_server.cuda_graphs import replayer_for
-from skyproxy_server.devices import Devices
+from skyproxy_server.devices import WorkerDevices
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import storage_key
 from skyproxy_server.global_modes import SessionModes
@@ -41,7 +41,7 @@ class Graphs:
         reports: Reports,
         modes: SessionModes,
         random: RandomState,
-        devices: Devices,
+        devices: WorkerDevices,
     ) -> None:
         self._values = values
         self._ops = ops
@@ -50,7 +50,7 @@ class Graphs:
         self._random = random
         self._devices = devices
         self._recordings: dict[int, Recording] = {}
-        self._filled_by: dict[int, Recording] = {}
+        self._recordings_by_slot: dict[int, Recording] = {}
         self._deferred: list[int] = []
 
     def __len__(self) -> int:
@@ -62,9 +62,9 @@ class Graphs:
         return list(self._recordings.values())
 
     @property
-    def filled_by(self) -> dict[int, Recording]:
+    def recordings_by_slot(self) -> dict[int, Recording]:
         """The recording whose replays fill a slot, by slot."""
-        return self._filled_by
+        return self._recordings_by_slot
 
     # --- capture -----------------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Graphs:
             raise ProtocolError(f"graph {number} already exists")
         recording = Recording(number, stream, slots, torch_modes.decode(modes, cuda=self._devices.has_cuda))
         for slot in recording.decode(self._ops.handlers, self._ops.signatures, self._ops.widths):
-            if slot in self._filled_by:
+            if slot in self._recordings_by_slot:
                 recording.dynamic.append(slot)
             else:
                 value = deferred_releases.get(slot, held.get(slot))
@@ -116,7 +116,7 @@ class Graphs:
         device = self._devices.find(places[0]) if len(places) == 1 else None
         for slot, fields in exports:
             held[slot] = self._find_unfilled(number, fields, device)
-            self._filled_by[slot] = recording
+            self._recordings_by_slot[slot] = recording
         recording.places = places
         recording.replayer = replayer_for(places, recording, self._random)
         self._forget_deferred()
@@ -152,7 +152,7 @@ class Graphs:
         Raises:
             KeyError: there is no such recording.
         """
-        self._filled_by[slot] = self._recordings[number]
+        self._recordings_by_slot[slot] = self._recordings[number]
 
     def abort(self, slots: list[int]) -> None:
         """Ends a capture that failed; `slots` are held by tensors that it would have made."""
@@ -189,7 +189,7 @@ class Graphs:
         recording = self._recordings.get(stream[position + 1])
         if recording is None:
             raise ProtocolError(f"graph {stream[position + 1]!r:.40} does not exist")
-        with self._modes.during(recording.modes):
+        with self._modes.use_for_block(recording.modes):
             if recording.replayer is None or not self._inputs_are_ready(recording, values):
                 made, _ = self._make(recording, values, False)
             else:
@@ -317,9 +317,9 @@ class Graphs:
             return
         self._replay(number)
         for slot in recording.exports:
-            self._filled_by.pop(slot, None)
+            self._recordings_by_slot.pop(slot, None)
         for other in self._recordings.values():
-            for slot in [slot for slot in other.dynamic if slot not in self._filled_by]:
+            for slot in [slot for slot in other.dynamic if slot not in self._recordings_by_slot]:
                 other.dynamic.remove(slot)
                 other.externals[slot] = self._values.slots.get(slot)
 
@@ -336,7 +336,7 @@ class Graphs:
     def end(self) -> None:
         """The session is over."""
         self._recordings.clear()
-        self._filled_by.clear()
+        self._recordings_by_slot.clear()
 
 
 # --- who looks at a tensor's memory ----------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def require(right: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
-def within(indices: Tensor, count: int) -> Tensor:
+def clamp_indices(indices: Tensor, count: int) -> Tensor:
     """Indices of a run of `count` elements."""
     return indices.clamp(0, max(count - 1, 0))
 
@@ -67,7 +67,7 @@ def _likelihoods(given: dict[str, Any]) -> None:
     require(grad.numel() == (rows if given["reduction"] == 0 else 1), "the gradient does not match the rows")
     # What is to be ignored stays as it is.
     ignored = target == given["ignore_index"]
-    given["target"] = torch.where(ignored, target, within(target, classes))
+    given["target"] = torch.where(ignored, target, clamp_indices(target, classes))
 
 
 @_checks("native_layer_norm_backward")
@@ -183,7 +183,7 @@ def _check_jagged(given: dict[str, Any]) -> None:
 def _embedding(given: dict[str, Any]) -> None:
     indices, rows = given["indices"], given["num_weights"]
     require(rows > 0 or indices.numel() == 0, "there are no rows")
-    given["indices"] = within(indices, rows)
+    given["indices"] = clamp_indices(indices, rows)
 
 
 @_checks("_cholesky_solve_helper")

@@ -36,12 +36,14 @@ class LastingTransport(Transport):
         on_detach: Callable[[], object] = lambda: None,
         secret: bytes = b"",
     ) -> None:
-        """Args:
-        link: the connection that opened the session.
-        grace_seconds: how long the session is kept without one.
-        max_kept_bytes: what the answers may hold that are kept.
-        on_detach: called when there is no link any more.
-        secret: what the client was told to come back with; a new one by default.
+        """Make a connection that outlives its first link.
+
+        Args:
+            link: the connection that opened the session.
+            grace_seconds: how long the session is kept without one.
+            max_kept_bytes: what the answers may hold that are kept.
+            on_detach: called when there is no link any more.
+            secret: what the client was told to come back with; a new one by default.
         """
         self.secret = secret or secrets.token_bytes(SECRET_BYTES)
         self._link = link

@@ -23,7 +23,7 @@ _REACTION_SECONDS = 3.0
 _LOOK_SECONDS = 0.02
 
 
-class Leave:
+class EndNotice:
     """One session's leave: whether its client was told that the worker ends, and wants to be waited for."""
 
     def __init__(self) -> None:
@@ -69,6 +69,9 @@ class LeavingHost(SessionHost, Protocol):
 
     def save_named(self) -> int:
         """Save the named sessions that no client uses, and were not saved before; return how many."""
+
+    def close(self) -> None:
+        """End what it keeps."""
 
 
 class Stop(threading.Event):

@@ -83,7 +83,7 @@ def set_name(name: str) -> None:
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
-def be_first_to_go() -> None:
+def raise_oom_score() -> None:
     """Have the kernel end this process before others when the machine runs out of memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")

@@ -25,7 +25,7 @@ from skyproxy.protocol.messages import BULK, JOBS, OPERATIONS, WORKER, Hello, We
 from skyproxy.protocol.versions import choose_version
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.base import Transport
-from skyproxy.transport.stream import PlainStream, Stream, remaining
+from skyproxy.transport.stream import ByteStream, PlainStream, remaining
 from skyproxy.transport.tls import TlsStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit
@@ -163,7 +163,7 @@ class Listener:
     def activity(self) -> Mapping[str, object]:
         """Return what the worker does: its sessions and its jobs."""
         activity = self._host.activity()
-        return activity if isinstance(self._jobs, str) else self._jobs.counted(activity)
+        return activity if isinstance(self._jobs, str) else self._jobs.add_jobs_to(activity)
 
     def _job_rows(self, client: Identity | None) -> list[dict[str, object]]:
         return [] if isinstance(self._jobs, str) else self._jobs.rows(client, tails=True)
@@ -301,7 +301,7 @@ class Listener:
                 "raises it"
             )
 
-    def _stream(self, sock: socket.socket, deadline: float) -> Stream:
+    def _stream(self, sock: socket.socket, deadline: float) -> ByteStream:
         context = self._ssl_context() if callable(self._ssl_context) else self._ssl_context
         if context is None:
             return PlainStream(sock)

@@ -15,13 +15,15 @@ from skyproxy_server.gates import storage_key
 from skyproxy_server.named_sessions import (
     NamedSession,
     NamedSessionChangedError,
+    NamedSessionElsewhereError,
     NamedSessionInUseError,
     NamedSessionMovedError,
     NamedSessions,
-    NamedValue,
     NamedValueRequests,
+    StoredValue,
 )
 from skyproxy_server.session_state import SessionState
+from skyproxy_server.snapshots.claims import claimed
 
 _MOST_CHARACTERS = 200
 _MOST_ADDRESS_CHARACTERS = 2000
@@ -51,8 +53,8 @@ def _text(name: object) -> str:
 
 
 def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object]:
-    """Use the named session; "held_seconds" where another client has it, "moved" where another worker does, "refused"
-    where this worker has none.
+    """Use the named session; "held_seconds" where another client has it, with "elsewhere" where that is one of another
+    worker of the same volume, "moved" where it went to another worker, "refused" where this worker has none.
     """
     if session.names is None:
         return {"refused": _NONE_HERE}
@@ -60,12 +62,15 @@ def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object
     if names.held is not None:
         raise ProtocolError("this session already has a name")
     try:
-        with session.idle():  # who has it may be executing, under other modes of PyTorch
+        # Idle: who has it may be executing, under other modes of PyTorch.
+        with session.idle(), claimed(session, _text(name), takes=bool(take)):
             names.held = _restore_saved(session, names, _text(name), takes=bool(take))
             if names.held is None:
                 names.held = names.store.hold(names.holder, names.owner, name, take=bool(take))
     except NamedSessionInUseError as error:
         return {"held_seconds": error.seconds}
+    except NamedSessionElsewhereError as error:
+        return {"held_seconds": 0.0, "elsewhere": error.where}
     except NamedSessionMovedError as error:
         return {"moved": error.where}
     return {}
@@ -115,7 +120,7 @@ def named_value(session: SessionState, key: str) -> dict[str, object]:
     return {"version": value.version, "document": value.document, "rows": msgpack.packb(_rows(held, value))}
 
 
-def _rows(held: NamedSession, value: NamedValue) -> list[list[object]]:
+def _rows(held: NamedSession, value: StoredValue) -> list[list[object]]:
     """For each tensor: its number, what it looks like, its device, the size of its storage, the numbers of all that
     share that.
     """

@@ -17,6 +17,7 @@ from skyproxy_server.gates import storage_key
 
 TAKE_SECONDS = 20.0
 """The time that a session that is taken over may need to end its last batch."""
+_LOOK_SECONDS = 0.05
 
 
 class Holder(Protocol):
@@ -31,8 +32,10 @@ class Holder(Protocol):
         """True if its client has no connection now."""
 
     @property
-    def is_deserted(self) -> bool:
-        """True if its client is not heard now, as one that was killed: detached, or about to be, with much queued."""
+    def deserted_seconds(self) -> float | None:
+        """The time for which its client is not heard, as one that was killed: detached, or about to be, with much
+        queued; None while it is heard.
+        """
 
     @property
     def is_leaving(self) -> bool:
@@ -40,6 +43,19 @@ class Holder(Protocol):
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         """End it, drop what is queued, and tell its client why; return whether it is over, and its values are free."""
+
+
+class Leases(Protocol):
+    """The word of a worker to others that it has named sessions; see `snapshots.leases`."""
+
+    def holds(self, owner: str, name: str) -> bool:
+        """Return whether a session is this worker's, as far as it knows."""
+
+    def acquire(self, owner: str, name: str, tag: str, *, take: bool, note_progress: Callable[[], object]) -> None:
+        """Have a session."""
+
+    def settle(self, owner: str, name: str, tag: str) -> None:
+        """Say which use of a session goes on here; no mark: it is not here after all."""
 
 
 class NamedSessionChangedError(Exception):
@@ -58,6 +74,18 @@ class NamedSessionMovedError(Exception):
         self.where = where
 
 
+class NamedSessionElsewhereError(Exception):
+    """Another worker of the same volume has the session, and lives.
+
+    Attributes:
+        where: the machine and the process, for people.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"another worker of this volume has the session: {where}")
+        self.where = where
+
+
 class NamedSessionInUseError(Exception):
     """Another client holds the session, for so many seconds now."""
 
@@ -67,7 +95,7 @@ class NamedSessionInUseError(Exception):
 
 
 @dataclass(slots=True)
-class NamedValue:
+class StoredValue:
     """A value under its name.
 
     Attributes:
@@ -103,7 +131,7 @@ class NamedSession:
     made_at: float
     since: float
     holder: Holder | None = None
-    values: dict[str, NamedValue] = field(default_factory=dict)
+    values: dict[str, StoredValue] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
     timer: threading.Timer | None = None
     count: int = 0
@@ -140,11 +168,24 @@ class NamedSessions:
     Args:
         settings: how many there may be, and how long they are kept.
         clock: tells the time.
+        pause: lets some pass.
+
+    Attributes:
+        leases: what other workers of the volume are told of them; None where there are none.
+        on_gone: called when one is no longer here.
     """
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.leases: Leases | None = None
+        self.on_gone: Callable[[], object] = lambda: None
         self._settings = settings
         self._clock = clock
+        self._pause = pause
         self._sessions: dict[tuple[str, str], NamedSession] = {}
         self._moved: dict[tuple[str, str], str] = {}
         self._lock = threading.RLock()
@@ -154,28 +195,26 @@ class NamedSessions:
     def hold(self, holder: Holder, owner: str, name: str, *, take: bool) -> NamedSession:
         """Have `holder` use the session of this name, which is made where there is none.
 
-        A client that is not heard holds nothing against others: it may be a program that has ended. What it had queued
-        is dropped, from one place in its order to the end.
+        A client that is not heard for some seconds holds nothing against others: it may be a program that has ended.
+        What it had queued is dropped, from one place in its order to the end.
 
         Raises:
             NamedSessionInUseError: another client holds it, and `take` is not set.
             NamedSessionMovedError: it goes on at another worker, and `take` is not set.
             LimitExceededError: there are too many, or the one that holds it does not come to an end now.
         """
+        if not take:
+            self._await_return(owner, name)
         with self._lock:
             session = self._sessions.get((owner, name))
             if session is None:
                 if not take and (owner, name) in self._moved:
                     raise NamedSessionMovedError(self._moved[owner, name])
-                if len(self._sessions) >= self._settings.max_named_sessions:
-                    raise LimitExceededError(
-                        f"this worker already keeps {len(self._sessions)} named sessions, its limit. End one: skyproxy "
-                        "sessions end NAME; or set SKYPROXY_MAX_NAMED_SESSIONS there"
-                    )
+                self._refuse_too_many(owner)
                 now = self._clock()
                 session = self._sessions[owner, name] = NamedSession(name, owner, now, now)
             other = session.holder
-            if other is not None and not take and not other.is_deserted:
+            if other is not None and not take and other.deserted_seconds is None:
                 raise NamedSessionInUseError(self._clock() - session.since)
             session.tag = secrets.token_hex(16)
             self._moved.pop((owner, name), None)
@@ -189,8 +228,19 @@ class NamedSessions:
                 )
         return session
 
+    def _await_return(self, owner: str, name: str) -> None:
+        """Give a client whose connection has just broken the time to come back: it is not one that was killed."""
+        while True:
+            with self._lock:
+                session = self._sessions.get((owner, name))
+                other = session.holder if session is not None else None
+            seconds = other.deserted_seconds if other is not None else None
+            if seconds is None or seconds >= self._settings.named_return_seconds:
+                return
+            self._pause(min(self._settings.named_return_seconds - seconds, _LOOK_SECONDS))
+
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The bytes that the structures of a session's values may take."""
         return self._settings.max_named_bytes
 
@@ -224,8 +274,8 @@ class NamedSessions:
                     f"another client has used the session {session.name!r} here meanwhile, and what it has under names "
                     "is newer"
                 )
-            if there is None and len(self._sessions) >= settings.max_named_sessions:
-                raise LimitExceededError(f"this worker already keeps {len(self._sessions)} named sessions, its limit")
+            if there is None:
+                self._refuse_too_many(session.owner)
             if there is not None and there.timer is not None:
                 there.timer.cancel()
             self._sessions[key] = session
@@ -233,6 +283,19 @@ class NamedSessions:
             self._set_holder(session, holder)
         if there is not None and there.holder is not None:
             there.holder.take_away("it goes on from its snapshot", TAKE_SECONDS)
+
+    def _refuse_too_many(self, owner: str) -> None:
+        """Refuse another session to a token that has as many as it may; so none takes the room of others.
+
+        Raises:
+            LimitExceededError: it has.
+        """
+        count = sum(other == owner for other, _ in self._sessions)
+        if count >= self._settings.max_named_sessions:
+            raise LimitExceededError(
+                f"this worker already keeps {count} named sessions of this token, its limit. End one: skyproxy "
+                "sessions end NAME; or set SKYPROXY_MAX_NAMED_SESSIONS there"
+            )
 
     def _set_holder(self, session: NamedSession, holder: Holder | None) -> None:
         session.holder, session.since = holder, self._clock()
@@ -254,6 +317,7 @@ class NamedSessions:
                     self._set_holder(session, None)
                 elif session.holder is holder:
                     del self._sessions[session.owner, session.name]
+                    self.on_gone()
 
     def leave(self, owner: str, name: str, used_by: str, where: str) -> bool:
         """Forget a session that goes on at another worker; return False if it is not the one that is meant.
@@ -271,10 +335,12 @@ class NamedSessions:
             if session.timer is not None:
                 session.timer.cancel()
             session.values.clear()
-            while len(self._moved) >= self._settings.max_named_sessions:
-                self._moved.pop(next(iter(self._moved)))
+            own = [key for key in self._moved if key[0] == owner]
+            for key in own[: max(len(own) - self._settings.max_named_sessions + 1, 0)]:
+                del self._moved[key]
             self._moved[owner, name] = where
-            return True
+        self.on_gone()
+        return True
 
     def has_moved(self, owner: str, name: str) -> bool:
         """Return whether a session went on at another worker, and was not heard of since."""
@@ -286,6 +352,7 @@ class NamedSessions:
             if session.holder is None and self._sessions.get((session.owner, session.name)) is session:
                 del self._sessions[session.owner, session.name]
                 session.values.clear()
+        self.on_gone()
 
     # --- what people ask ---------------------------------------------------------------------------------------------
 
@@ -293,6 +360,12 @@ class NamedSessions:
         """Return whether there is a session of this name."""
         with self._lock:
             return (owner, name) in self._sessions
+
+    def tag_of(self, owner: str, name: str) -> str:
+        """Return the mark of a session's use; empty where there is none of this name."""
+        with self._lock:
+            session = self._sessions.get((owner, name))
+            return session.tag if session is not None else ""
 
     def unused(self) -> list[NamedSession]:
         """Return those that no client with a connection uses."""
@@ -314,7 +387,7 @@ class NamedSessions:
                     "names": len(session.values),
                     "bytes": byte_count(tensor for value in session.values.values() for tensor in value.tensors),
                     "age_seconds": now - session.made_at,
-                    "held": session.holder is not None and not session.holder.is_deserted,
+                    "held": session.holder is not None and session.holder.deserted_seconds is None,
                     "expires_in_seconds": None if session.holder is not None else max(session.since + kept - now, 0.0),
                 }
                 for session in self._sessions.values()
@@ -323,6 +396,24 @@ class NamedSessions:
 
     def end(self, owner: str, name: str) -> bool:
         """Forget a session and its values; who holds it is told. Return whether there was one."""
+        return self._end(owner, name, f"the session {name!r} was ended by name, with all that it had", TAKE_SECONDS)
+
+    def lose(self, owner: str, name: str, tag: str, reason: str) -> bool:
+        """Forget a session that another worker of the volume has; return whether it is forgotten.
+
+        Args:
+            owner, name: which.
+            tag: the mark of its use there. A client that moves is not cut off while it still speaks here, too.
+            reason: what its client is told.
+        """
+        with self._lock:
+            session = self._sessions.get((owner, name))
+            holder = session.holder if session is not None else None
+            if session is not None and session.tag == tag and holder is not None and holder.deserted_seconds is None:
+                return False
+        return self._end(owner, name, reason, 0.0)
+
+    def _end(self, owner: str, name: str, reason: str, timeout_seconds: float) -> bool:
         with self._lock:
             session = self._sessions.pop((owner, name), None)
             if session is None:
@@ -331,8 +422,9 @@ class NamedSessions:
                 session.timer.cancel()
             session.values.clear()
             holder = session.holder
+        self.on_gone()
         if holder is not None:
-            holder.take_away(f"the session {name!r} was ended by name, with all that it had", TAKE_SECONDS)
+            holder.take_away(reason, timeout_seconds)
         return True
 
     # --- its values --------------------------------------------------------------------------------------------------
@@ -354,7 +446,7 @@ class NamedSessions:
                     "more. Tensors on the node take none of it: move those of the CPU there first"
                 )
             session.count += 1
-            session.values[key] = NamedValue(session.count, document, tensors, self._clock())
+            session.values[key] = StoredValue(session.count, document, tensors, self._clock())
             numbers = [session.number_of(tensor) for tensor in tensors]
             session.forget_numbers()
             return numbers

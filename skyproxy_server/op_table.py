@@ -26,11 +26,13 @@ class OpTable:
     """
 
     def __init__(self, reports: Reports, random: RandomState, *, on_cpu: bool, max_signatures: int) -> None:
-        """Args:
-        reports: tells the client of warnings.
-        random: the session's random numbers.
-        on_cpu: whether the ops run on the CPU.
-        max_signatures: how many of them there may be.
+        """Make the table of one session.
+
+        Args:
+            reports: tells the client of warnings.
+            random: the session's random numbers.
+            on_cpu: whether the ops run on the CPU.
+            max_signatures: how many of them there may be.
         """
         self._reports = reports
         self._random = random
@@ -82,7 +84,7 @@ class OpTable:
         kind = CompiledSignature if definition and definition[0] == commands.COMPILED else Signature
         signature = kind(definition, on_cpu=self._on_cpu)
         if signature.draws:
-            signature.handler = self._random.guarded(signature.handler)
+            signature.handler = self._random.guard(signature.handler)
         self.signatures[number], self.widths[number] = signature, signature.width
         self.definitions[number] = definition
         compiled = isinstance(signature, CompiledSignature)

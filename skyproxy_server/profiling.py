@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from skyproxy.protocol.messages import Message, Reply
-from skyproxy_server.devices import Devices
+from skyproxy_server.devices import WorkerDevices
 from skyproxy_server.reports import Reports
 
 _in_use = threading.Lock()
@@ -35,7 +35,7 @@ class WorkerProfile:
         RuntimeError: another session of this worker is being profiled.
     """
 
-    def __init__(self, devices: Devices, reports: Reports, *, shapes: bool, stacks: bool) -> None:
+    def __init__(self, devices: WorkerDevices, reports: Reports, *, shapes: bool, stacks: bool) -> None:
         if not _in_use.acquire(blocking=False):
             raise RuntimeError("another session of this worker is being profiled; try again when it is done")
         self._reports = reports

@@ -25,8 +25,10 @@ class OneLineFormatter(logging.Formatter):
     """Escapes control characters of messages: what a peer sent must not look like a line of ours."""
 
     def __init__(self, session: str = "") -> None:
-        """Args:
-        session: the session that this process is for, named in each line.
+        """Make a formatter for the log.
+
+        Args:
+            session: the session that this process is for, named in each line.
         """
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._prefix = f"[{session[:8]}] " if session else ""

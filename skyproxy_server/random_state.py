@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from skyproxy.protocol.commands import Handler
-from skyproxy_server.devices import Devices
+from skyproxy_server.devices import WorkerDevices
 
 _lock = threading.RLock()
 _owner: RandomState | None = None
@@ -22,11 +22,11 @@ _owner: RandomState | None = None
 class RandomState:
     """The default generators of one session, one a device."""
 
-    def __init__(self, devices: Devices) -> None:
+    def __init__(self, devices: WorkerDevices) -> None:
         self._rows = devices
         self._states: dict[tuple[str, int], torch.Tensor] = {}
 
-    def guarded(self, handler: Handler) -> Handler:
+    def guard(self, handler: Handler) -> Handler:
         """A handler that draws from this session's numbers."""
 
         def draw(values: dict[int, object], stream: list[object], position: int) -> int:
@@ -87,7 +87,7 @@ class RandomState:
         return _lock
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
+    def lend(self) -> Iterator[None]:
         """Let other sessions draw during the block, in which this one waits for its client, if it was about to draw."""
         if not _lock._is_owned():  # type: ignore[attr-defined]
             yield

@@ -15,7 +15,7 @@ import torch
 
 from skyproxy_server.allowed_ops import ALLOWED
 from skyproxy_server.foreign_memory import bytes_of, clear, clear_elements, clear_from
-from skyproxy_server.kernel_checks import CHECKS, Check, require, within
+from skyproxy_server.kernel_checks import CHECKS, Check, clamp_indices, require
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -173,7 +173,7 @@ def _pool(dimensions: int) -> Check:
         require(size is None or list(size) == list(grad.shape[-dimensions:]), "the gradient has another output_size")
         if indices is not None:
             require(indices.shape == grad.shape, "the indices do not match the gradient")
-            given["indices"] = within(indices, math.prod(tensor.shape[-dimensions:]))
+            given["indices"] = clamp_indices(indices, math.prod(tensor.shape[-dimensions:]))
 
     return check
 
@@ -208,15 +208,17 @@ def _embedding_bag(given: dict[str, Any]) -> None:
     require(grad.dim() == 2 and indices.dim() == 1, "the gradient of bags is a matrix, and their indices a list")
     if bags is not None and bags.numel():
         require(bags.shape == indices.shape, "offset2bag and indices have other sizes")
-        given["offset2bag"] = within(bags, grad.shape[0])
+        given["offset2bag"] = clamp_indices(bags, grad.shape[0])
     elif bags is not None and offsets is not None and count:
         # The kernel takes the bags from the offsets, of which one may be the end of the last bag.
         offsets = given["offsets"] = given["offsets"][: grad.shape[0]].sort().values
         places = torch.arange(count, device=offsets.device, dtype=offsets.dtype)
-        given["offset2bag"] = within(torch.bucketize(places, offsets, right=True) - 1, grad.shape[0]).to(indices.dtype)
+        given["offset2bag"] = clamp_indices(torch.bucketize(places, offsets, right=True) - 1, grad.shape[0]).to(
+            indices.dtype
+        )
     require(int(rows) > 0 or count == 0, "there are no rows")
     require(grad.shape[0] > 0 or count == 0, "there are no bags")
-    given["indices"] = within(indices, int(rows))
+    given["indices"] = clamp_indices(indices, int(rows))
     if "weight" in given:
         require(given["weight"].dim() == 2 and given["weight"].shape[1] == grad.shape[1], "weight and gradient differ")
     for name in ("bag_size", "maximum_indices"):
@@ -317,7 +319,7 @@ def _margins(given: dict[str, Any]) -> None:
     require(
         grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient does not match the rows"
     )
-    given["target"] = within(target, classes)
+    given["target"] = clamp_indices(target, classes)
 
 
 @_checks("lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve")
@@ -367,7 +369,7 @@ _OPTIONS = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_
 
 @_checks("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
 def _recurrent_layer(given: dict[str, Any]) -> None:
-    """oneDNN believes the sizes, and the workspace of its forward op: what must be in it, only that op tells."""
+    """Check the sizes, which oneDNN believes; and the workspace of its forward op, whose content only that op knows."""
     backward = "workspace" in given
     tensor, hidden = given["input"], given["hidden_size"]
     require(tensor.dim() == 3 and 0 < hidden < 1 << 24 and given["mode"] == 2, "the layer is an LSTM over (T, N, F)")

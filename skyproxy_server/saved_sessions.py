@@ -43,16 +43,18 @@ def saved_sessions(rows: Iterable[dict[str, object]], kept_days: float) -> list[
         rows: those of all snapshots; what has trouble, or no named session, is left out.
         kept_days: how long one is kept that nobody holds.
     """
-    newest: dict[str, SavedSession] = {}
+    newest: dict[str, tuple[int, SavedSession]] = {}
     for row in rows:
         name, place, names, size, age = (row.get(key) for key in ("session", "name", "names", "bytes", "seconds"))
         if not (isinstance(name, str) and isinstance(place, str) and isinstance(names, int)):
             continue
-        if not (isinstance(size, int) and isinstance(age, float)):
+        number = row.get("snapshot")
+        if not (isinstance(size, int) and isinstance(age, float) and isinstance(number, str)):
             continue
         is_held = bool(row.get("held"))
         left = None if is_held else kept_days * DAY_SECONDS - age
         one = SavedSession(name, place, names, size, age, is_held, left)
-        if place not in newest or newest[place].age_seconds > age:
-            newest[place] = one
-    return sorted(newest.values(), key=lambda one: one.age_seconds)
+        # By their numbers: a clock may have been set back between two of one place.
+        if place not in newest or newest[place][0] < int(number):
+            newest[place] = int(number), one
+    return sorted((one for _, one in newest.values()), key=lambda one: one.age_seconds)

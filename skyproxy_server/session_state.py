@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -12,7 +12,7 @@ from skyproxy.protocol.messages import Message
 from skyproxy.settings import Settings
 from skyproxy_server.allocator import give_back_memory
 from skyproxy_server.cancelling import Cancellation
-from skyproxy_server.devices import Devices
+from skyproxy_server.devices import WorkerDevices
 from skyproxy_server.global_modes import SessionModes
 from skyproxy_server.graphs import Graphs
 from skyproxy_server.inventory import DeviceRow
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from skyproxy_server.functions.registry import Calls
     from skyproxy_server.named_sessions import NamedSession, NamedValueRequests
     from skyproxy_server.saved_sessions import SavedSession
+
+T = TypeVar("T")
 
 
 class SnapshotsOut(Protocol):
@@ -57,14 +59,14 @@ class SnapshotRequests(Protocol):
     """The answers to what a session asks about its snapshots; see `snapshots.requests`.
 
     Attributes:
-        out, into: the copies that a client makes of them, and brings.
+        copies_out, copies_in: the copies that a client makes of them, and brings.
     """
 
     @property
-    def out(self) -> SnapshotsOut: ...
+    def copies_out(self) -> SnapshotsOut: ...
 
     @property
-    def into(self) -> SnapshotsIn: ...
+    def copies_in(self) -> SnapshotsIn: ...
 
     def save(self, state: SessionState, name: str, slots: list[int] | None, names: bytes) -> object:
         """Write what the session is now; what the client is told of it, or a `Deferred` that will tell it."""
@@ -96,6 +98,9 @@ class SnapshotRequests(Protocol):
     def delete(self, name: str, number: str) -> bool:
         """Delete a snapshot, or, without a number, all of a name; return whether there was one."""
 
+    def ask_volume(self, what: str, work: Callable[[Callable[[], object]], T]) -> T:
+        """Do something on the volume, which says that it goes on."""
+
     def end(self) -> None:
         """The session is over."""
 
@@ -126,7 +131,7 @@ class SessionState:
     def __init__(
         self, devices: list[DeviceRow], send: Callable[[Message], None], transfers: Transfers, settings: Settings
     ) -> None:
-        self.devices = Devices(devices)
+        self.devices = WorkerDevices(devices)
         self.reports = Reports(send)
         self.modes = SessionModes()
         self.random = RandomState(self.devices)
@@ -149,7 +154,7 @@ class SessionState:
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
         """Keep nothing from other sessions during the block, in which this one waits for its client."""
-        with self.random.lent(), self.modes.idle():
+        with self.random.lend(), self.modes.idle():
             yield
 
     def end(self) -> None:

@@ -32,7 +32,7 @@ _VIEWS = frozenset(
 
 
 @dataclass(slots=True)
-class Watch:
+class OpWatch:
     """The work for an op beyond running it, by the form of its inputs.
 
     Attributes:
@@ -133,7 +133,7 @@ class Signature:
         self._writes: list[tuple[int, bool]] = []
         self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
         self._next_operand = 1
-        self.watch: Watch | None = None
+        self.watch: OpWatch | None = None
         self.draws = self.views = self.warns = self.reshapes = self.fills_outs = self.is_forgotten = False
         self._on_cpu = True
 

@@ -13,7 +13,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.commands import Handler
 from skyproxy.protocol.messages import Buffer
 from skyproxy.torch_codec import Description
-from skyproxy_server.devices import Devices
+from skyproxy_server.devices import WorkerDevices
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gate, storage_key
 from skyproxy_server.incoming_transfer import IncomingTransfer, TransferCancelledError
@@ -30,7 +30,7 @@ class TensorCommands:
         buffers: the bytes that came with the batch and that no command has taken yet, the last ones first.
     """
 
-    def __init__(self, values: Values, reports: Reports, transfers: Transfers, devices: Devices) -> None:
+    def __init__(self, values: Values, reports: Reports, transfers: Transfers, devices: WorkerDevices) -> None:
         self._values = values
         self._reports = reports
         self._transfers = transfers

@@ -32,7 +32,7 @@ from skyproxy.protocol.messages import (
 )
 from skyproxy.transport.base import Transport
 from skyproxy.transport.packing import ChunkWriter, unpack
-from skyproxy_server.blobs import Uploads
+from skyproxy_server.blobs import UploadStore
 from skyproxy_server.cuda_staging import Staging
 from skyproxy_server.incoming_transfer import IncomingTransfer, TransferCancelledError
 
@@ -91,19 +91,21 @@ class Transfers:
         chunk_bytes: int,
         staging: Staging | None = None,
         moved: Callable[[], None] = lambda: None,
-        blobs: Uploads | None = None,
+        blobs: UploadStore | None = None,
         user: str = "",
         owner: str = "",
         most_blob_bytes: int | None = None,
     ) -> None:
-        """Args:
-        chunk_bytes: the size of the pieces that are sent.
-        staging: how pieces come to devices and from there.
-        moved: called for each piece that came or went.
-        blobs: where uploads are kept.
-        user: the session's name there.
-        owner: the name of its token there; an empty text for the only one.
-        most_blob_bytes: what may be kept for that token.
+        """Make the transfers of one session.
+
+        Args:
+            chunk_bytes: the size of the pieces that are sent.
+            staging: how pieces come to devices and from there.
+            moved: called for each piece that came or went.
+            blobs: where uploads are kept.
+            user: the session's name there.
+            owner: the name of its token there; an empty text for the only one.
+            most_blob_bytes: what may be kept for that token.
         """
         self._owner = owner
         self._most_blob_bytes = most_blob_bytes

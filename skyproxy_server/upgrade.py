@@ -12,7 +12,7 @@ from websockets.typing import Origin
 
 from skyproxy.errors import ProtocolError
 from skyproxy.transport.http_head import SILENT_LOGGER, read_head
-from skyproxy.transport.stream import Stream, remaining, write_all
+from skyproxy.transport.stream import ByteStream, remaining, write_all
 from skyproxy_server import audit
 from skyproxy_server.auth import ADMIN, OPERATIONS, OWNER, Authenticator, Identity
 from skyproxy_server.health import (
@@ -48,15 +48,17 @@ class Upgrader:
         has_page: bool = False,
         on_ending: Callable[[], object] = lambda: None,
     ) -> None:
-        """Args:
-        token: who may connect.
-        allowed_origins: the web pages that may.
-        is_ready: whether new sessions are taken.
-        activity: what the worker is doing.
-        pause: waits that many seconds, or less when the listener ends.
-        status: what the web view shows to a client.
-        has_page: whether the page of the web view is served here.
-        on_ending: called when whoever started this worker says that it is ended for good.
+        """Make the upgrader of one listener.
+
+        Args:
+            token: who may connect.
+            allowed_origins: the web pages that may.
+            is_ready: whether new sessions are taken.
+            activity: what the worker is doing.
+            pause: waits that many seconds, or less when the listener ends.
+            status: what the web view shows to a client.
+            has_page: whether the page of the web view is served here.
+            on_ending: called when whoever started this worker says that it is ended for good.
         """
         self._token = token
         # None stands for a request without Origin, which no browser sends.
@@ -70,7 +72,7 @@ class Upgrader:
 
     def upgrade(
         self,
-        stream: Stream,
+        stream: ByteStream,
         peer: str,
         deadline: float,
         admit: Callable[[Identity], object] = lambda identity: None,
@@ -152,7 +154,7 @@ class Upgrader:
         return None
 
 
-def _end(stream: Stream, response: bytes, deadline: float) -> None:
+def _end(stream: ByteStream, response: bytes, deadline: float) -> None:
     """Answers and waits a little for the client to read it: closing over unread bytes would take it back."""
     write_all(stream, response)
     stream.shutdown_write()

@@ -32,9 +32,11 @@ class Values:
     def __init__(
         self, reports: Reports, idle: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     ) -> None:
-        """Args:
-        reports: tells the client of failures.
-        idle: entered while the client's bytes are waited for.
+        """Begin with empty slots.
+
+        Args:
+            reports: tells the client of failures.
+            idle: entered while the client's bytes are waited for.
         """
         self._reports = reports
         self.slots: dict[int, object] = {0: None}
@@ -193,7 +195,7 @@ class Values:
     def mark_reported(self, failed: Failed) -> None:
         """Note that the client knows of this failure: what it should have changed is usable again."""
         self._reports.mark_seen(failed)
-        self.gates.delivered(failed)
+        self.gates.note_delivery(failed)
 
     def refuse(self, request: int, failed: Failed) -> None:
         """Answer a question with this failure."""

@@ -19,7 +19,7 @@ from skyproxy_server.gates import storage_key
 from skyproxy_server.global_modes import SessionModes
 from skyproxy_server.layouts import check_inputs, conform, decode_all
 from skyproxy_server.op_table import OpTable
-from skyproxy_server.signatures import Signature, Watch
+from skyproxy_server.signatures import OpWatch, Signature
 from skyproxy_server.values import Values
 
 _CONFORMED_SHAPES = 65_536
@@ -124,7 +124,7 @@ class Verification:
             raise LimitExceededError(f"{signature.name} needed its strides mended for {len(shapes)} shapes")
         shapes[key] = expected
 
-    def watch(self, number: int, signature: Signature, watch: Watch) -> None:
+    def watch(self, number: int, signature: Signature, watch: OpWatch) -> None:
         """Go on with what was found out about an op.
 
         Raises:
@@ -135,14 +135,14 @@ class Verification:
         signature.watch = watch
         self._ops.handlers[number] = self._watching_handler(number, signature, watch)
 
-    def _watch_of(self, number: int, signature: Signature) -> Watch:
+    def _watch_of(self, number: int, signature: Signature) -> OpWatch:
         """Return what is done about an op beyond running it; from the first time on, its handler asks."""
         if signature.watch is None:
-            signature.watch = Watch()
+            signature.watch = OpWatch()
             self._ops.handlers[number] = self._watching_handler(number, signature, signature.watch)
         return signature.watch
 
-    def _watching_handler(self, number: int, signature: Signature, watch: Watch) -> Handler:
+    def _watching_handler(self, number: int, signature: Signature, watch: OpWatch) -> Handler:
         ops = self._ops
 
         def handler(slots: dict[int, object], stream: list[object], position: int) -> int:

@@ -14,13 +14,14 @@ import torch
 from skyproxy.protocol.messages import Hello, Welcome
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS, Settings
+from skyproxy.snapshots.stores import open_store
 from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
 from skyproxy_server import audit, function_controls
 from skyproxy_server.activity import Activity
 from skyproxy_server.admission import refuse_session
 from skyproxy_server.auth import FUNCTIONS, Identity, client_of
-from skyproxy_server.blobs import Uploads
+from skyproxy_server.blobs import UploadStore
 from skyproxy_server.foreign_memory import only_one_session
 from skyproxy_server.functions import output, terminal
 from skyproxy_server.functions.connection import FunctionsConnection
@@ -28,6 +29,7 @@ from skyproxy_server.functions.registry import Calls
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.named_sessions import NamedSession, NamedSessions
+from skyproxy_server.snapshots.keeping import NameKeeper
 from skyproxy_server.snapshots.unused_names import save_unused
 from skyproxy_server.status import MAX_SESSIONS
 from skyproxy_server.usage import usage
@@ -126,7 +128,7 @@ class WorkerHost:
         devices: list[DeviceRow],
         settings: Settings = SETTINGS,
         activity: Activity | None = None,
-        blobs: Uploads | None = None,
+        blobs: UploadStore | None = None,
         *,
         functions: bool = False,
         snapshots: Path | str | None = None,
@@ -143,6 +145,7 @@ class WorkerHost:
         self._lock = threading.Lock()
         self.calls: Calls | None = None
         self.named: NamedSessions | None = NamedSessions(settings)
+        self._keeper: NameKeeper | None = None
         self._unused: list[NamedSession] = []
         self._met: list[NamedSession] = []
         self._unsaved = 0
@@ -153,6 +156,17 @@ class WorkerHost:
             function_controls.install()
             output.install()
             terminal.install()
+
+    def keep_names(self) -> None:
+        """Keep other workers of the same volume from the named sessions that are here, and delete what has expired."""
+        if self.named is not None and self._snapshots is not None:
+            self._keeper = NameKeeper(open_store(self._snapshots), self.named, self._settings)
+            self._keeper.start()
+
+    def close(self) -> None:
+        """Let go of what other workers may have now."""
+        if self._keeper is not None:
+            self._keeper.end()
 
     def open_session(self, hello: Hello, transport: Transport, identity: str = "", secret: bytes = b"") -> _Operations:
         """A new session whose operations travel on `transport`.
@@ -302,7 +316,7 @@ class WorkerHost:
         return _Bulk(self._welcome(session), session, transport)
 
     def announce_leaving(self, seconds: float) -> int:
-        """As `leaving.LeavingHost` has it, and so on."""
+        """See `leaving.LeavingHost`, as for the methods below."""
         with self._lock:
             sessions = list(self._sessions.values())
         # Before: a session that is suspended has no connection either, and takes what is under its names with it.

@@ -20,14 +20,14 @@ from skyproxy.transport.base import Transport
 from skyproxy_server import audit
 from skyproxy_server.activity import Activity
 from skyproxy_server.auth import OWNER, client_of
-from skyproxy_server.blobs import Uploads
+from skyproxy_server.blobs import UploadStore
 from skyproxy_server.cuda_staging import own_streams
 from skyproxy_server.executor import Executor
 from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
-from skyproxy_server.leaving import LEAVING, Leave
+from skyproxy_server.leaving import LEAVING, EndNotice
 from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
 from skyproxy_server.session_report import (
@@ -66,7 +66,7 @@ class WorkerSession:
         devices: list[DeviceRow],
         settings: Settings,
         activity: Activity,
-        blobs: Uploads | None = None,
+        blobs: UploadStore | None = None,
         calls: Calls | None = None,
         identity: str = "",
         grace_seconds: float = 0.0,
@@ -96,7 +96,7 @@ class WorkerSession:
         self._executor.make_room = lambda: make_room(self)
         self._transfers.on_cancel_operations = self._executor.state.cancellation.ask
         self.calls = calls
-        self._leave = Leave()
+        self._leave = EndNotice()
         self._transfers.on_load = self._leave.on_load
         self._over = threading.Event()
         self._farewell = "the session ended"
@@ -107,7 +107,7 @@ class WorkerSession:
         self._began_at = time.monotonic()
         self._memory = MemoryGauge()
         self._bulk: Transport | None = None
-        self._has_lost_bulk = False
+        self._lost_bulk_at: float | None = None
         self._bulk_running = threading.Lock()
         self._taking_bulk = threading.Lock()
         self._functions: FunctionsConnection | None = None
@@ -124,13 +124,14 @@ class WorkerSession:
         return self.lasting is not None and self.lasting.detached_at is not None
 
     @property
-    def is_deserted(self) -> bool:
-        """True if its client is not heard now.
+    def deserted_seconds(self) -> float | None:
+        """The time for which its client is not heard; None while it is.
 
         While operations run, nobody reads their connection, and so nobody sees its end behind all that is queued. The
         bulk connection is always read: of a program that was killed, it is the one that ends at once.
         """
-        return self.is_detached or self._has_lost_bulk
+        since = [self._lost_bulk_at, self.lasting.detached_at if self.lasting is not None else None]
+        return max((time.monotonic() - at for at in since if at is not None), default=None)
 
     @property
     def commands_done(self) -> int:
@@ -296,11 +297,12 @@ class WorkerSession:
         )
         sender.start()
         is_over = True
-        self._has_lost_bulk = False
+        self._lost_bulk_at = None
         try:
             self._transfers.receive(transport, self._load)
         except SessionLostError:
-            self._has_lost_bulk = transport.connection.state is not State.ENDED  # without a goodbye
+            if transport.connection.state is not State.ENDED:  # without a goodbye
+                self._lost_bulk_at = time.monotonic()
             is_over = self.lasting is None or transport.was_closed or transport.connection.state is State.ENDED
         except ProtocolError as error:
             logger.warning("bulk connection of session %s ended: %s", self.identity[:8], error)

@@ -30,7 +30,7 @@ def test_without_opentelemetry_there_is_no_span(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "opentelemetry.trace", raising=False)
     span = telemetry.begin("skyproxy.wait", purpose="item")
     assert span is None
-    with telemetry.inside(span):
+    with telemetry.as_parent(span):
         telemetry.end(span, "ValueError")
     assert "opentelemetry.trace" not in sys.modules
 

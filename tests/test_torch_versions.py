@@ -12,6 +12,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from skyproxy import torch_versions
+from skyproxy.cli import doctor
+from skyproxy.kubernetes.address import ClusterAddress
 
 VERSION_OF_TORCH = """
 import warnings
@@ -59,6 +61,24 @@ def test_a_torch_that_was_never_tried_warns_once_and_works() -> None:
     total, warned = output_with_torch("2.99.0")
     assert total == "10"
     assert warned.count("this is 2.99.0") == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        ("2.11.0", "ok"),
+        ("2.15.0+cu132", "ok"),
+        ("2.16.0", "warning"),
+        ("2.16.0.dev20261101", "warning"),
+        ("2.10.1", "warning"),
+    ],
+)
+def test_doctor_says_whether_this_torch_was_tried(version: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: {"torch": version}[name])
+    found = next(finding for finding in doctor.examine(ClusterAddress()) if finding.check == "torch")
+    assert found.state == state
+    assert version in found.message
+    assert found.hint == (torch_versions.caution(version) or "")
 
 
 def test_the_extras_refuse_no_newer_torch() -> None:

@@ -84,10 +84,10 @@ async def _check_cluster(options: Options) -> None:
     """
     from kubernetes_asyncio.config import ConfigException
 
-    from skyproxy_operator.cluster import Cluster
+    from skyproxy_operator.cluster import ClusterConnection
 
     try:
-        cluster = await Cluster.connect(options.request_timeout_seconds)
+        cluster = await ClusterConnection.connect(options.request_timeout_seconds)
     except (ConfigException, OSError) as exc:
         raise ConfigurationError(f"the credentials for the cluster cannot be used: {exc}") from exc
     try:

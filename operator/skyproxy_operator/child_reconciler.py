@@ -15,16 +15,16 @@ from typing import Any
 from skyproxy_operator import children
 from skyproxy_operator.causes import Cause
 from skyproxy_operator.certificates import first_certificate, is_usable, issue
-from skyproxy_operator.cluster import ApiError, Cluster
+from skyproxy_operator.cluster import ApiError, ClusterConnection
 from skyproxy_operator.cluster_view import ClusterView
+from skyproxy_operator.compute_spec import ComputeSpec
 from skyproxy_operator.disruption import BUDGET, POLICY_GROUP, is_protected
 from skyproxy_operator.gangs import POD_GROUP, gang_of
 from skyproxy_operator.gangs import unavailable as gang_unavailable
 from skyproxy_operator.names import APPLIED, COMPUTE_LABEL, ISSUER, server_name, tls_secret, token_secret
 from skyproxy_operator.options import Options
-from skyproxy_operator.probing import Access
+from skyproxy_operator.probing import ProbeCredentials
 from skyproxy_operator.queueing import KUEUE_GROUP, WORKLOAD, unavailable
-from skyproxy_operator.worker_spec import WorkerSpec
 
 Object = dict[str, Any]
 
@@ -64,7 +64,7 @@ class ChildStatus:
         former_token: the one before the token, after a rotation.
     """
 
-    access: Access | None = None
+    access: ProbeCredentials | None = None
     blocking: Cause | None = None
     refusals: list[Cause] = field(default_factory=list)
     former_token: str = field(default="", repr=False)
@@ -73,7 +73,7 @@ class ChildStatus:
 class ChildReconciler:
     """Applies children, and remembers which ones it need not look at again for a while."""
 
-    def __init__(self, cluster: Cluster, view: ClusterView, options: Options) -> None:
+    def __init__(self, cluster: ClusterConnection, view: ClusterView, options: Options) -> None:
         self._cluster = cluster
         self._view = view
         self._options = options
@@ -90,7 +90,7 @@ class ChildReconciler:
         self._known.pop(uid, None)
         self._read.pop(uid, None)
 
-    async def reconcile(self, compute: Object, spec: WorkerSpec, now: datetime.datetime) -> ChildStatus:
+    async def reconcile(self, compute: Object, spec: ComputeSpec, now: datetime.datetime) -> ChildStatus:
         """Applies everything that is not as it should be.
 
         Raises:
@@ -123,7 +123,7 @@ class ChildReconciler:
         if token is not None and pair is not None:
             metadata = compute["metadata"]
             name = server_name(metadata["name"], metadata["namespace"])
-            status.access = Access(token, pair.get("ca.crt", ""), name, status.former_token)
+            status.access = ProbeCredentials(token, pair.get("ca.crt", ""), name, status.former_token)
         if status.blocking is None and not status.refusals:
             self._known[uid] = (mark, time.monotonic() + self._options.resync_seconds, status)
         else:
@@ -185,7 +185,7 @@ class ChildReconciler:
         return token
 
     async def _certificate(
-        self, compute: Object, spec: WorkerSpec, status: ChildStatus, now: datetime.datetime
+        self, compute: Object, spec: ComputeSpec, status: ChildStatus, now: datetime.datetime
     ) -> Mapping[str, str] | None:
         metadata = compute["metadata"]
         name, namespace = tls_secret(metadata["name"]), metadata["namespace"]
@@ -264,7 +264,7 @@ class ChildReconciler:
         except ApiError as exc:
             _note(status, exc, blocks=blocks)
 
-    async def _claims(self, compute: Object, spec: WorkerSpec, status: ChildStatus) -> None:
+    async def _claims(self, compute: Object, spec: ComputeSpec, status: ChildStatus) -> None:
         for volume in spec.volumes:
             wanted = children.claim(compute, volume, None)
             existing = await self._find_existing(compute, "v1", wanted["kind"], wanted["metadata"]["name"])
@@ -277,7 +277,7 @@ class ChildReconciler:
             # Blocks only as long as there is no claim at all: one that cannot grow still works.
             await self._apply(compute, wanted, status, blocks=existing is None, existing=existing)
 
-    async def _budget(self, compute: Object, spec: WorkerSpec, status: ChildStatus, *, protected: bool) -> None:
+    async def _budget(self, compute: Object, spec: ComputeSpec, status: ChildStatus, *, protected: bool) -> None:
         """Makes the PodDisruptionBudget when it is needed for the first time; later it allows what it has to."""
         read = self._read[compute["metadata"]["uid"]]
         if not protected and (read.has_no_budget or "inUse" not in (compute.get("status") or {})):
@@ -291,7 +291,7 @@ class ChildReconciler:
         if not read.has_no_budget:
             await self._apply(compute, wanted, status, existing=existing)
 
-    async def _gang(self, compute: Object, spec: WorkerSpec, status: ChildStatus) -> None:
+    async def _gang(self, compute: Object, spec: ComputeSpec, status: ChildStatus) -> None:
         """Makes the PodGroup before the pods that name it."""
         gang = gang_of(spec)
         if gang is None:
@@ -301,7 +301,7 @@ class ChildReconciler:
             return
         await self._apply(compute, children.pod_group(compute, spec, gang.api_version), status, blocks=True)
 
-    async def _gateway(self, compute: Object, spec: WorkerSpec, authority: str, status: ChildStatus) -> None:
+    async def _gateway(self, compute: Object, spec: ComputeSpec, authority: str, status: ChildStatus) -> None:
         host = children.gateway_host(compute, spec, self._options)
         parent = children.gateway_parent(spec, self._options)
         if children.is_foreign_host(compute, spec, self._options):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyproxy_operator.certificates import KeyPair, alternative_names
+from skyproxy_operator.compute_spec import ComputeSpec, ComputeVolume
 from skyproxy_operator.names import (
     COMPUTE_LABEL,
     NODE_LABEL,
@@ -23,7 +24,6 @@ from skyproxy_operator.names import (
     token_secret,
 )
 from skyproxy_operator.options import ADDRESSES, Options, network_peers
-from skyproxy_operator.worker_spec import Volume, WorkerSpec
 
 Object = dict[str, Any]
 
@@ -32,7 +32,7 @@ _APP_PROTOCOL = "kubernetes.io/wss"
 ROUTE_API = "gateway.networking.k8s.io/v1"
 
 
-def service(compute: Object, spec: WorkerSpec) -> Object:
+def service(compute: Object, spec: ComputeSpec) -> Object:
     """The Service by which clients in the cluster reach the first node; the others they reach by their own names."""
     name = compute["metadata"]["name"]
     # One node only: a session has two connections, and both must arrive at the same worker.
@@ -42,7 +42,7 @@ def service(compute: Object, spec: WorkerSpec) -> Object:
     }
 
 
-def headless_service(compute: Object, spec: WorkerSpec) -> Object:
+def headless_service(compute: Object, spec: ComputeSpec) -> Object:
     """The Service that gives each node a name, before it is ready, too: that is when nodes look for one another."""
     name = compute["metadata"]["name"]
     return _object(compute, "v1", "Service", nodes_service(name)) | {
@@ -56,7 +56,7 @@ def headless_service(compute: Object, spec: WorkerSpec) -> Object:
     }
 
 
-def _service_ports(spec: WorkerSpec) -> list[Object]:
+def _service_ports(spec: ComputeSpec) -> list[Object]:
     return [
         {
             "name": f"worker-{index}" if index else "worker",
@@ -69,7 +69,7 @@ def _service_ports(spec: WorkerSpec) -> list[Object]:
     ]
 
 
-def network_policy(compute: Object, spec: WorkerSpec, options: Options) -> Object:
+def network_policy(compute: Object, spec: ComputeSpec, options: Options) -> Object:
     """Return the policy of who reaches the workers' ports, where the token decides, and whom the workers reach."""
     name = compute["metadata"]["name"]
     own = {"podSelector": {"matchLabels": {COMPUTE_LABEL: name}}}
@@ -103,7 +103,7 @@ def _namespace_peer(name: str) -> Object:
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
-def claim(compute: Object, volume: Volume, existing: Object | None) -> Object:
+def claim(compute: Object, volume: ComputeVolume, existing: Object | None) -> Object:
     """The claim of a volume.
 
     Args:
@@ -126,7 +126,7 @@ def claim(compute: Object, volume: Volume, existing: Object | None) -> Object:
     return result | {"spec": spec}
 
 
-def disruption_budget(compute: Object, spec: WorkerSpec, version: str, *, protected: bool) -> Object:
+def disruption_budget(compute: Object, spec: ComputeSpec, version: str, *, protected: bool) -> Object:
     """Return the budget by which a drain leaves the workers alone, or need not.
 
     Args:
@@ -144,7 +144,7 @@ def disruption_budget(compute: Object, spec: WorkerSpec, version: str, *, protec
     }
 
 
-def pod_group(compute: Object, spec: WorkerSpec, api_version: str) -> Object:
+def pod_group(compute: Object, spec: ComputeSpec, api_version: str) -> Object:
     """Return the group of all nodes, for a scheduler that places them together or not at all."""
     return _object(compute, api_version, "PodGroup", compute["metadata"]["name"]) | {"spec": {"minMember": spec.nodes}}
 
@@ -186,7 +186,7 @@ def certificate_request(compute: Object, issuer: str) -> Object:
     }
 
 
-def gateway_host(compute: Object, spec: WorkerSpec, options: Options) -> str | None:
+def gateway_host(compute: Object, spec: ComputeSpec, options: Options) -> str | None:
     """The name under which a Compute is reached from outside; None where nobody said one.
 
     Each namespace has a domain of its own in that of the installation: names of Computes and namespaces have no dots,
@@ -200,7 +200,7 @@ def gateway_host(compute: Object, spec: WorkerSpec, options: Options) -> str | N
     return f"{metadata['name']}.{metadata['namespace']}.{options.gateway_domain}" if options.gateway_domain else None
 
 
-def is_foreign_host(compute: Object, spec: WorkerSpec, options: Options) -> bool:
+def is_foreign_host(compute: Object, spec: ComputeSpec, options: Options) -> bool:
     """Return whether the host name that a spec asks for belongs to another namespace of the installation's domain."""
     if spec.gateway is None or spec.gateway.hostname is None or not options.gateway_domain:
         return False
@@ -208,7 +208,7 @@ def is_foreign_host(compute: Object, spec: WorkerSpec, options: Options) -> bool
     return f".{host}".endswith(f".{domain}") and not host.endswith(f".{compute['metadata']['namespace']}.{domain}")
 
 
-def gateway_parent(spec: WorkerSpec, options: Options) -> dict[str, str] | None:
+def gateway_parent(spec: ComputeSpec, options: Options) -> dict[str, str] | None:
     """The Gateway of a Compute; None where nobody named one."""
     if spec.gateway is not None and spec.gateway.parent is not None:
         return dict(spec.gateway.parent)
@@ -216,7 +216,7 @@ def gateway_parent(spec: WorkerSpec, options: Options) -> dict[str, str] | None:
     return {"name": name} | ({"namespace": namespace} if namespace else {}) if name else None
 
 
-def route(compute: Object, spec: WorkerSpec, host: str, parent: Mapping[str, str]) -> Object:
+def route(compute: Object, spec: ComputeSpec, host: str, parent: Mapping[str, str]) -> Object:
     """The way from a Gateway to the first node."""
     name = compute["metadata"]["name"]
     return _object(compute, ROUTE_API, "HTTPRoute", name) | {

@@ -112,7 +112,7 @@ def version_of(item: Mapping[str, Any]) -> int:
     return int(text)
 
 
-class Cluster:
+class ClusterConnection:
     """A connection to the API server; `connect` makes one, and `close` ends it."""
 
     def __init__(self, client: Any, timeout_seconds: float) -> None:
@@ -122,7 +122,7 @@ class Cluster:
         """Told of each object that a write of ours left behind."""
 
     @classmethod
-    async def connect(cls, timeout_seconds: float) -> Cluster:
+    async def connect(cls, timeout_seconds: float) -> ClusterConnection:
         """A connection as the pod's service account where we are in a pod, else as KUBECONFIG says.
 
         Args:

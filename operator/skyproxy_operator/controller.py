@@ -14,8 +14,9 @@ from typing import Any
 from skyproxy_operator import status as state
 from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled, namespace_cause
 from skyproxy_operator.child_reconciler import ChildReconciler, ChildStatus
-from skyproxy_operator.cluster import ApiError, Cluster
+from skyproxy_operator.cluster import ApiError, ClusterConnection
 from skyproxy_operator.cluster_view import ClusterView
+from skyproxy_operator.compute_spec import ComputeSpec
 from skyproxy_operator.decisions import (
     Announcement,
     ObservedState,
@@ -23,18 +24,17 @@ from skyproxy_operator.decisions import (
     decide,
     namespace_is_going,
     node_of,
-    owned,
+    owned_pods,
     refuse,
 )
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
-from skyproxy_operator.probing import ENDING, TOKEN_REFUSED, Access, Prober
+from skyproxy_operator.probing import ENDING, TOKEN_REFUSED, ProbeCredentials, Prober
 from skyproxy_operator.queueing import KUEUE_GROUP, QUEUE_LABEL, WORKLOAD, is_gated
 from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds
 from skyproxy_operator.work_queue import CHANGED, NEW, ROUTINE, WorkQueue
-from skyproxy_operator.worker_spec import WorkerSpec
 
 Object = dict[str, Any]
 Key = tuple[str, str]
@@ -93,7 +93,7 @@ class _Memory:
     unanswered: int = 0
     silence: Report = field(default_factory=Report)
     events: Mapping[str, _Events] = field(default_factory=dict)
-    ending: tuple[Access, Sequence[int]] | None = None
+    ending: tuple[ProbeCredentials, Sequence[int]] | None = None
     workload: _Events | None = None
     refused: Sequence[Cause] = ()
     refused_until: float = 0.0
@@ -109,7 +109,7 @@ class Controller:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterConnection,
         view: ClusterView,
         prober: Prober,
         options: Options,
@@ -227,7 +227,7 @@ class Controller:
         pods = self._view.pods(namespace, name)
         observed = ObservedState(compute, pods, self._clock())
         try:
-            spec = WorkerSpec.parse(name, compute.get("spec") or {})
+            spec = ComputeSpec.parse(name, compute.get("spec") or {})
             # A podTemplate that does not fit shows when it is applied.
             build_pod(compute, spec, 0, 0, self._options)
         except ValueError as exc:
@@ -258,7 +258,7 @@ class Controller:
 
     # --- what is seen -------------------------------------------------------------------------------------------------
 
-    async def _plan(self, observed: ObservedState, spec: WorkerSpec, memory: _Memory) -> Plan:
+    async def _plan(self, observed: ObservedState, spec: ComputeSpec, memory: _Memory) -> Plan:
         compute = observed.compute
         if "deletionTimestamp" in compute["metadata"]:
             return decide(observed, spec, self._options)
@@ -311,10 +311,10 @@ class Controller:
         return memory.refused
 
     async def _reports(
-        self, observed: ObservedState, spec: WorkerSpec, children: ChildStatus, memory: _Memory
+        self, observed: ObservedState, spec: ComputeSpec, children: ChildStatus, memory: _Memory
     ) -> list[Report]:
         """Return what the workers are doing; empty where it is not time to ask."""
-        ready = {node_of(pod): pod["status"].get("podIP", "") for pod in owned(observed) if is_ready(pod)}
+        ready = {node_of(pod): pod["status"].get("podIP", "") for pod in owned_pods(observed) if is_ready(pod)}
         if len(ready) < spec.nodes:
             memory.unanswered = 0
         if not ready or children.access is None or spec.suspend or time.monotonic() < memory.probe_at:
@@ -341,7 +341,7 @@ class Controller:
         They are asked for once a pod has waited for a while, and then less and less often.
         """
         found, asked = {}, {}
-        for pod in owned(observed):
+        for pod in owned_pods(observed):
             statuses = (pod.get("status") or {}).get("containerStatuses") or ()
             begun = any((item.get("state") or {}).get("running") for item in statuses)
             if is_scheduled(pod) and not begun and not has_ended(pod) and not is_ready(pod):
@@ -358,7 +358,7 @@ class Controller:
 
     async def _workload(self, observed: ObservedState, memory: _Memory) -> Object | None:
         """Kueue's object about pods that wait in its queue; asked for less and less often."""
-        queued = [pod for pod in owned(observed) if is_gated(pod) and QUEUE_LABEL in pod["metadata"]["labels"]]
+        queued = [pod for pod in owned_pods(observed) if is_gated(pod) and QUEUE_LABEL in pod["metadata"]["labels"]]
         version = (await self._children.served_kinds(KUEUE_GROUP)).get(WORKLOAD) if queued else None
         if version is None:
             memory.workload = None
@@ -415,7 +415,7 @@ class Controller:
         return counts
 
 
-def _should_answer(spec: WorkerSpec, compute: Object) -> bool:
+def _should_answer(spec: ComputeSpec, compute: Object) -> bool:
     """Return whether a worker that cannot be asked is worth a word: a command of the user's own need not be one of
     ours.
     """
@@ -424,7 +424,7 @@ def _should_answer(spec: WorkerSpec, compute: Object) -> bool:
     return not spec.command or ever_did or looks
 
 
-def _silence_cause(spec: WorkerSpec, silence: Report) -> Cause:
+def _silence_cause(spec: ComputeSpec, silence: Report) -> Cause:
     """Return why a worker that takes sessions does not tell what it does."""
     text = f"A worker does not report whether it is idle: {silence.problem}."
     if silence.reason == TOKEN_REFUSED:

@@ -25,13 +25,13 @@ from skyproxy_operator.causes import (
     pull_failures,
 )
 from skyproxy_operator.children import gateway_host
+from skyproxy_operator.compute_spec import ComputeSpec, RestartPolicy
 from skyproxy_operator.disruption import annotations_to_change
 from skyproxy_operator.names import ATTEMPT, NODE_LABEL, SPEC_HASH, WAKE, pod_name
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
-from skyproxy_operator.queueing import EVICTED, eviction, overlooked
+from skyproxy_operator.queueing import EVICTED, eviction, ignored_queue
 from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds, reaping
-from skyproxy_operator.worker_spec import RestartPolicy, WorkerSpec
 
 Object = dict[str, Any]
 
@@ -89,7 +89,7 @@ class Plan:
     look_again_seconds: float | None = None
 
 
-def decide(observed: ObservedState, spec: WorkerSpec, options: Options) -> Plan:
+def decide(observed: ObservedState, spec: ComputeSpec, options: Options) -> Plan:
     """The plan for a Compute with a spec that can be used.
 
     Raises:
@@ -103,12 +103,12 @@ def refuse(observed: ObservedState, problem: str) -> Plan:
     carried = state.past(observed.compute.get("status") or {})
     cause = Cause("InvalidSpec", problem, actionable=True)
     verdict = state.Verdict(state.FAILED, False, cause, False, False, cause)
-    pods = [pod for pod in owned(observed) if node_of(pod) >= 0]
-    new = state.built(observed.compute, verdict, observed.now, carried=carried, pods=pods)
+    pods = [pod for pod in owned_pods(observed) if node_of(pod) >= 0]
+    new = state.build_status(observed.compute, verdict, observed.now, carried=carried, pods=pods)
     return Plan(new, announce=announcements(observed.compute.get("status") or {}, new))
 
 
-def owned(observed: ObservedState) -> list[Object]:
+def owned_pods(observed: ObservedState) -> list[Object]:
     """The pods that this Compute made. One of the same name, long deleted, may have left others."""
     uid = observed.compute["metadata"]["uid"]
     return [pod for pod in observed.pods if any(item["uid"] == uid for item in _owners(pod))]
@@ -153,7 +153,7 @@ def backoff_seconds(policy: RestartPolicy, failures: int) -> float:
 
 
 class _Decision:
-    def __init__(self, observed: ObservedState, spec: WorkerSpec, options: Options) -> None:
+    def __init__(self, observed: ObservedState, spec: ComputeSpec, options: Options) -> None:
         self._observed = observed
         self._compute = observed.compute
         self._now = observed.now
@@ -161,7 +161,7 @@ class _Decision:
         self._options = options
         self._before: Object = observed.compute.get("status") or {}
         self._carried = state.past(self._before)
-        self._pods = owned(observed)
+        self._pods = owned_pods(observed)
         self._attempt = max([int(self._carried.get("restarts", 0)), *map(attempt_of, self._pods)])
 
     def plan(self) -> Plan:
@@ -210,7 +210,7 @@ class _Decision:
     def _plan_stop(self, phase: str, cause: Cause, delete: Sequence[Object]) -> Plan:
         self._forget("readySince")
         leaving = sum(not has_ended(pod) for pod in self._pods)
-        verdict = state.stopped(phase, cause, leaving=leaving)
+        verdict = state.judge_stopped(phase, cause, leaving=leaving)
         return self._make_plan(
             verdict, self._pods, delete=[pod for pod in delete if not is_leaving(pod)], look_again=None
         )
@@ -332,8 +332,8 @@ class _Decision:
         failures = pull_failures(current, self._observed.events, self._carried.get("pullFailures", {}))
         self._forget("pullFailures")
         self._carried |= {"pullFailures": failures} if failures else {}
-        verdict = state.judged(self._spec, current, self._observed.events, self._now, failures, self._observed.workload)
-        refusal, ignored = self._first_refusal(), overlooked(self._spec, current)
+        verdict = state.judge(self._spec, current, self._observed.events, self._now, failures, self._observed.workload)
+        refusal, ignored = self._first_refusal(), ignored_queue(self._spec, current)
         if verdict.ready:
             now = state.timestamp(self._now)
             self._carried = {"startTime": now, "readySince": now} | self._carried | {"formed": self._group()}
@@ -384,7 +384,7 @@ class _Decision:
             for pod in pods
             if not is_leaving(pod)
         ]
-        new = state.built(
+        new = state.build_status(
             self._compute,
             verdict,
             self._now,

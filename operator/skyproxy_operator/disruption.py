@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyproxy_operator.compute_spec import ComputeSpec
 from skyproxy_operator.options import Options
 from skyproxy_operator.reaping import Report
-from skyproxy_operator.worker_spec import WorkerSpec
 
 POLICY_GROUP = "policy"
 BUDGET = "PodDisruptionBudget"
@@ -21,7 +21,7 @@ _IN_USE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter
 _UNUSED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true", "karpenter.sh/do-not-disrupt": None}
 
 
-def in_use(reports: Sequence[Report]) -> bool | None:
+def are_in_use(reports: Sequence[Report]) -> bool | None:
     """Return whether somebody would lose something with the workers; None where one of them does not say."""
     answers = [report.answer for report in reports if report.answer is not None]
     if any(answer.get(key) for answer in answers for key in _USES):
@@ -35,7 +35,7 @@ def is_protected(status: Mapping[str, Any], options: Options) -> bool:
 
 
 def annotations_to_change(
-    pod: Mapping[str, Any], spec: WorkerSpec, status: Mapping[str, Any], options: Options
+    pod: Mapping[str, Any], spec: ComputeSpec, status: Mapping[str, Any], options: Options
 ) -> dict[str, str | None]:
     """Return the annotations of a pod that are not as they should be; None for those that go.
 

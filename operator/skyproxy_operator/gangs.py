@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy_operator.causes import Cause
-from skyproxy_operator.worker_spec import WorkerSpec
+from skyproxy_operator.compute_spec import ComputeSpec
 
 POD_GROUP = "PodGroup"
 
@@ -48,12 +48,12 @@ GANGS = {
 }
 
 
-def gang_of(spec: WorkerSpec) -> Gang | None:
+def gang_of(spec: ComputeSpec) -> Gang | None:
     """Return the scheduler for groups that a spec names; None for a node alone, which is no group."""
     return GANGS[spec.gang] if spec.gang is not None and spec.nodes > 1 else None
 
 
-def gang_labels(compute: Mapping[str, Any], spec: WorkerSpec) -> tuple[dict[str, str], dict[str, str]]:
+def gang_labels(compute: Mapping[str, Any], spec: ComputeSpec) -> tuple[dict[str, str], dict[str, str]]:
     """Return the labels and the annotations that name a pod's PodGroup."""
     gang, name = gang_of(spec), compute["metadata"]["name"]
     if gang is None:
@@ -61,13 +61,13 @@ def gang_labels(compute: Mapping[str, Any], spec: WorkerSpec) -> tuple[dict[str,
     return dict.fromkeys(gang.labels, name), dict.fromkeys(gang.annotations, name)
 
 
-def scheduler_of(spec: WorkerSpec) -> str | None:
+def scheduler_of(spec: ComputeSpec) -> str | None:
     """Return the scheduler of a spec's pods; None for the cluster's own."""
     gang = gang_of(spec)
     return spec.scheduler or (gang.scheduler if gang is not None else None)
 
 
-def unavailable(spec: WorkerSpec, gang: Gang) -> Cause:
+def unavailable(spec: ComputeSpec, gang: Gang) -> Cause:
     """Return why no pod is made for a gang in a cluster without its scheduler."""
     return Cause(
         "GangUnavailable",

@@ -19,7 +19,7 @@ from typing import Any
 
 import kopf
 
-from skyproxy_operator.cluster import Cluster
+from skyproxy_operator.cluster import ClusterConnection
 from skyproxy_operator.controller import Controller
 from skyproxy_operator.http_server import HttpServer
 from skyproxy_operator.informer import View, compute_of, view_of
@@ -48,7 +48,7 @@ class Operator:
         self._options = options
         self._namespaces = namespaces
         self.controller: Controller | None = None
-        self._cluster: Cluster | None = None
+        self._cluster: ClusterConnection | None = None
         self._prober = Prober(options.probe_timeout_seconds)
         self._http = HttpServer(options.http_host, options.http_port, self._is_alive, self._is_ready)
         self._view: View | None = None
@@ -57,7 +57,7 @@ class Operator:
     async def start(self) -> None:
         """Connects, and begins to work when it is our turn."""
         options = self._options
-        self._cluster = cluster = await Cluster.connect(options.request_timeout_seconds)
+        self._cluster = cluster = await ClusterConnection.connect(options.request_timeout_seconds)
         view = self._view = view_of(cluster, self._namespaces, self.changed)
         self.controller = controller = Controller(cluster, view, self._prober, options)
         host = os.environ.get("HOSTNAME") or socket.gethostname()

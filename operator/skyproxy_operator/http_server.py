@@ -18,11 +18,13 @@ class HttpServer:
     """
 
     def __init__(self, host: str, port: int, alive: Callable[[], bool], ready: Callable[[], bool]) -> None:
-        """Args:
-        host: the address to listen on.
-        port: the port, 0 for a free one.
-        alive: whether the operator works; if not, it should be started again.
-        ready: whether it has seen the cluster.
+        """Make a server that does not listen yet.
+
+        Args:
+            host: the address to listen on.
+            port: the port, 0 for a free one.
+            alive: whether the operator works; if not, it should be started again.
+            ready: whether it has seen the cluster.
         """
         self.port = 0
         self._host = host

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from skyproxy_operator.cluster import ApiError, Cluster, version_of
+from skyproxy_operator.cluster import ApiError, ClusterConnection, version_of
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, COMPUTE_LABEL
 
@@ -44,7 +44,7 @@ def place_of(item: Mapping[str, Any]) -> Place:
     return item["metadata"].get("namespace", ""), item["metadata"]["name"]
 
 
-class Store:
+class ObjectStore:
     """The objects of one stream. Pure: it is told what the server said, and what we wrote.
 
     Attributes:
@@ -141,8 +141,8 @@ class Informer:
 
     def __init__(
         self,
-        cluster: Cluster,
-        store: Store,
+        cluster: ClusterConnection,
+        store: ObjectStore,
         api_version: str,
         kind: str,
         namespace: str | None = None,
@@ -324,7 +324,7 @@ class View:
     def _all_informers(self) -> Iterator[Informer]:
         return (informer for each in self._informers.values() for informer in each)
 
-    def _store(self, kind: str, namespace: str) -> Store | None:
+    def _store(self, kind: str, namespace: str) -> ObjectStore | None:
         for informer in self._informers.get(kind, ()):
             if informer.namespace in (None, namespace):
                 return informer.store
@@ -341,7 +341,9 @@ _WATCHED = {
 """Not Secrets: who may watch them may read all of a cluster."""
 
 
-def view_of(cluster: Cluster, namespaces: Sequence[str], on_change: Callable[[str, str, Object, bool], None]) -> View:
+def view_of(
+    cluster: ClusterConnection, namespaces: Sequence[str], on_change: Callable[[str, str, Object, bool], None]
+) -> View:
     """Make the view of a cluster that an operator needs; it is told of what we write from then on.
 
     Args:
@@ -352,7 +354,7 @@ def view_of(cluster: Cluster, namespaces: Sequence[str], on_change: Callable[[st
     informers: dict[str, list[Informer]] = {}
     for kind, api_version in _WATCHED.items():
         for namespace in namespaces or (None,):
-            store = Store(compute_of, partial(on_change, kind))
+            store = ObjectStore(compute_of, partial(on_change, kind))
             label = "" if kind == "Compute" else COMPUTE_LABEL
             informers.setdefault(kind, []).append(Informer(cluster, store, api_version, kind, namespace, label))
     view = View(informers)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from skyproxy_operator.cluster import ApiError, Cluster, path_of
+from skyproxy_operator.cluster import ApiError, ClusterConnection, path_of
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.options import Options
 
@@ -33,7 +33,7 @@ class Leadership:
     Whether a Lease has run out is judged by how long it has not changed before our eyes, never by comparing clocks.
     """
 
-    def __init__(self, cluster: Cluster, options: Options, identity: str) -> None:
+    def __init__(self, cluster: ClusterConnection, options: Options, identity: str) -> None:
         self._cluster = cluster
         self._namespace = options.lease_namespace
         self._name = options.lease_name

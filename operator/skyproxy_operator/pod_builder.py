@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from skyproxy_operator.compute_spec import SNAPSHOTS_FOLDER, ComputeSpec
 from skyproxy_operator.gangs import gang_labels, scheduler_of
 from skyproxy_operator.names import (
     ATTEMPT,
@@ -33,7 +34,6 @@ from skyproxy_operator.options import Options, accelerator_image
 from skyproxy_operator.pod_policy import violations
 from skyproxy_operator.queueing import queue_labels
 from skyproxy_operator.strategic_merge import merged
-from skyproxy_operator.worker_spec import SNAPSHOTS_FOLDER, WorkerSpec
 
 _GRACE_SECONDS = 10
 _LEAVE_SECONDS = 60
@@ -42,7 +42,7 @@ _HEAD_PORTS = range(29500, 30500)
 
 
 def build_pod(
-    compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options
+    compute: Mapping[str, Any], spec: ComputeSpec, node: int, attempt: int, options: Options
 ) -> dict[str, object]:
     """The pod of node number `node`.
 
@@ -103,7 +103,7 @@ def _rows(holder: object, key: str) -> list[Mapping[str, object]]:
 
 
 def _pod_spec(
-    compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options
+    compute: Mapping[str, Any], spec: ComputeSpec, node: int, attempt: int, options: Options
 ) -> dict[str, object]:
     name = compute["metadata"]["name"]
     result: dict[str, object] = {
@@ -154,7 +154,7 @@ def _pod_security(options: Options) -> dict[str, object]:
 
 
 def _container(
-    compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int, options: Options
+    compute: Mapping[str, Any], spec: ComputeSpec, node: int, attempt: int, options: Options
 ) -> dict[str, object]:
     result: dict[str, object] = {
         "name": CONTAINER,
@@ -202,7 +202,7 @@ def _container(
     return result
 
 
-def _default_image(spec: WorkerSpec, options: Options) -> str:
+def _default_image(spec: ComputeSpec, options: Options) -> str:
     """The installation's image for what a node has.
 
     Raises:
@@ -221,7 +221,7 @@ def _default_image(spec: WorkerSpec, options: Options) -> str:
     return options.worker_image
 
 
-def _command(spec: WorkerSpec) -> dict[str, list[str]]:
+def _command(spec: ComputeSpec) -> dict[str, list[str]]:
     if spec.command:
         return {"command": list(spec.command)} | ({"args": list(spec.args)} if spec.args else {})
     arguments = ["--host", "0.0.0.0", "--port", str(spec.port)]
@@ -232,7 +232,7 @@ def _command(spec: WorkerSpec) -> dict[str, list[str]]:
     return {"command": ["python", "-m", "skyproxy_server"], "args": [*arguments, *spec.args]}
 
 
-def _environment(compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int) -> list[Mapping[str, object]]:
+def _environment(compute: Mapping[str, Any], spec: ComputeSpec, node: int, attempt: int) -> list[Mapping[str, object]]:
     given = {variable["name"] for variable in spec.env}
     defaults = {
         # The user may be one that the image does not know: libraries then find no home and no name by themselves.
@@ -250,7 +250,7 @@ def _environment(compute: Mapping[str, Any], spec: WorkerSpec, node: int, attemp
     ]
 
 
-def pool(compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int) -> dict[str, object]:
+def pool(compute: Mapping[str, Any], spec: ComputeSpec, node: int, attempt: int) -> dict[str, object]:
     """Return what a node is told about itself and its peers; `skyproxy.runtime` reads it."""
     name, namespace = compute["metadata"]["name"], compute["metadata"]["namespace"]
     if spec.nodes > 1:
@@ -274,7 +274,7 @@ def pool(compute: Mapping[str, Any], spec: WorkerSpec, node: int, attempt: int) 
     }
 
 
-def _volumes(name: str, spec: WorkerSpec, options: Options) -> list[Mapping[str, object]]:
+def _volumes(name: str, spec: ComputeSpec, options: Options) -> list[Mapping[str, object]]:
     # Without a group that owns the files, everyone in the container must be able to read them: it has one user.
     mode = 0o444 if options.worker_uid is None else 0o440
     token = {"secretName": token_secret(name), "defaultMode": mode, "items": [{"key": "token", "path": "token"}]}

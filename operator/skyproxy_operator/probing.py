@@ -23,7 +23,7 @@ _MAX_IDLE_SECONDS = 10 * 365 * 86400.0
 
 
 @dataclass(frozen=True)
-class Access:
+class ProbeCredentials:
     """The credentials that the workers of a Compute answer to.
 
     Attributes:
@@ -55,7 +55,9 @@ class Prober:
             for _ in range(5):
                 await asyncio.sleep(0)
 
-    async def ask(self, addresses: Sequence[tuple[str, int]], access: Access, path: str = "/activity") -> list[Report]:
+    async def ask(
+        self, addresses: Sequence[tuple[str, int]], access: ProbeCredentials, path: str = "/activity"
+    ) -> list[Report]:
         """The reports of several processes of a Compute, in their order.
 
         Args:
@@ -70,7 +72,7 @@ class Prober:
             return [Report(problem=problem, reason=CERTIFICATE_REFUSED) for _ in addresses]
         return list(await asyncio.gather(*(self._ask(host, port, path, access, context) for host, port in addresses)))
 
-    async def _ask(self, host: str, port: int, path: str, access: Access, context: ssl.SSLContext) -> Report:
+    async def _ask(self, host: str, port: int, path: str, access: ProbeCredentials, context: ssl.SSLContext) -> Report:
         if not host:
             return Report(problem="it has no address yet")
         where = f"https://[{host}]:{port}{path}" if ":" in host else f"https://{host}:{port}{path}"
@@ -79,7 +81,7 @@ class Prober:
             return await self._ask_with(access.former, where, access, context)
         return report
 
-    async def _ask_with(self, token: str, where: str, access: Access, context: ssl.SSLContext) -> Report:
+    async def _ask_with(self, token: str, where: str, access: ProbeCredentials, context: ssl.SSLContext) -> Report:
         if self._session is None:
             # No proxy of the environment: the token is for the worker alone.
             # And nothing is unpacked: a few bytes could become any number.

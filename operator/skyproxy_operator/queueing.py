@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from skyproxy_operator.causes import Cause, condition, has_ended
-from skyproxy_operator.worker_spec import WorkerSpec
+from skyproxy_operator.compute_spec import ComputeSpec
 
 Object = Mapping[str, Any]
 
@@ -30,7 +30,7 @@ EVICTED = "EvictedByQueue"
 """Kueue took a pod back, for one that goes before it."""
 
 
-def queue_labels(compute: Object, spec: WorkerSpec, attempt: int) -> tuple[dict[str, str], dict[str, str]]:
+def queue_labels(compute: Object, spec: ComputeSpec, attempt: int) -> tuple[dict[str, str], dict[str, str]]:
     """Return the labels and the annotations by which Kueue knows a pod; none without a queue."""
     if spec.queue is None:
         return {}, {}
@@ -97,7 +97,7 @@ def eviction(pod: Object) -> Cause | None:
     return Cause(EVICTED, f"Kueue took pod {pod['metadata']['name']} back" + (f": {why}." if why else "."))
 
 
-def overlooked(spec: WorkerSpec, pods: Iterable[Object]) -> Cause | None:
+def ignored_queue(spec: ComputeSpec, pods: Iterable[Object]) -> Cause | None:
     """Return what is wrong where Kueue does not look after pods that have a queue; None where it does."""
     names = [pod["metadata"]["name"] for pod in pods if _MANAGED_LABEL not in (pod["metadata"].get("labels") or {})]
     if spec.queue is None or not names:

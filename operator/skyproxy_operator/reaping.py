@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy.units import duration_text
+from skyproxy_operator.compute_spec import ComputeSpec
 from skyproxy_operator.options import Options
-from skyproxy_operator.worker_spec import WorkerSpec
 
 IDLE = "IdleTimeout"
 LIFETIME = "MaxLifetime"
@@ -54,7 +54,7 @@ def idle_seconds(reports: Sequence[Report]) -> float | None:
 
 
 def reaping(
-    spec: WorkerSpec, started: datetime.datetime | None, reports: Sequence[Report], now: datetime.datetime
+    spec: ComputeSpec, started: datetime.datetime | None, reports: Sequence[Report], now: datetime.datetime
 ) -> Reaping | None:
     """Decide whether the pods go now, and why.
 
@@ -83,7 +83,7 @@ def _would_lose(reports: Sequence[Report]) -> bool:
 
 
 def next_check_seconds(
-    spec: WorkerSpec,
+    spec: ComputeSpec,
     started: datetime.datetime | None,
     reports: Sequence[Report],
     now: datetime.datetime,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled, pod_phase, waiting_cause
-from skyproxy_operator.disruption import in_use
+from skyproxy_operator.compute_spec import ComputeSpec
+from skyproxy_operator.disruption import are_in_use
 from skyproxy_operator.names import NODE_LABEL, server_name
 from skyproxy_operator.queueing import gate_cause, is_gated
 from skyproxy_operator.reaping import Report
-from skyproxy_operator.worker_spec import WorkerSpec
 
 Object = dict[str, Any]
 
@@ -73,8 +73,8 @@ class Verdict:
     trouble: Cause | None = None
 
 
-def judged(
-    spec: WorkerSpec,
+def judge(
+    spec: ComputeSpec,
     pods: Sequence[Object],
     events: Mapping[str, Sequence[Object]],
     now: datetime.datetime,
@@ -114,7 +114,7 @@ def judged(
     return Verdict(PROVISIONING if begun else idle, False, cause, trouble is None, scheduled, trouble)
 
 
-def stopped(phase: str, cause: Cause, *, leaving: int = 0) -> Verdict:
+def judge_stopped(phase: str, cause: Cause, *, leaving: int = 0) -> Verdict:
     """Judge a Compute that should not run.
 
     Args:
@@ -144,7 +144,7 @@ def with_activity(carried: Object, reports: Sequence[Report], now: datetime.date
         active, before = now - datetime.timedelta(seconds=min(idle)), moment(carried.get("lastActivityTime"))
         if before is None or (active - before).total_seconds() >= _ACTIVITY_GRAIN_SECONDS:
             result["lastActivityTime"] = timestamp(active)
-    used = in_use(reports)
+    used = are_in_use(reports)
     if used is not None:
         result["inUse"] = used
     if answers:
@@ -195,14 +195,14 @@ def _summary(devices: Sequence[Object]) -> str:
     return ", ".join(f"{count}x {name}" for name, count in gpus.items()) or "CPU"
 
 
-def built(
+def build_status(
     compute: Object,
     verdict: Verdict,
     now: datetime.datetime,
     *,
     carried: Object,
     pods: Sequence[Object] = (),
-    spec: WorkerSpec | None = None,
+    spec: ComputeSpec | None = None,
     external_host: str | None = None,
 ) -> Object:
     """The whole status.
@@ -228,7 +228,7 @@ def built(
     return result
 
 
-def _node(pod: Object, spec: WorkerSpec | None) -> Object:
+def _node(pod: Object, spec: ComputeSpec | None) -> Object:
     number = int(pod["metadata"]["labels"][NODE_LABEL])
     status = pod.get("status") or {}
     row = {

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from skyproxy.cli.exit_codes import NotFoundError
-from skyproxy.cli.fleet import Access, Ending, WorkerRow
+from skyproxy.cli.fleet import EndingOptions, WorkerAccess, WorkerRow
 from skyproxy.contexts import Context
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.client import ClusterClient
@@ -48,14 +48,14 @@ class ClusterFleet:
                 return None
             return _row(compute, client.address, await client.pods(name), await client.events(name))
 
-    async def down(self, name: str, ending: Ending) -> bool:
+    async def down(self, name: str, ending: EndingOptions) -> bool:
         """Deletes one; whether there was one."""
         async with ClusterClient(self._address) as client:
             if not ending.wait:
                 return await client.delete(name, wait=False)
             return await end(client, name, ending.timeout_seconds, force=ending.force, say=ending.say)
 
-    async def suspend(self, name: str, ending: Ending) -> str:
+    async def suspend(self, name: str, ending: EndingOptions) -> str:
         """Has the operator end one when its sessions are saved."""
         async with ClusterClient(self._address) as client:
             await suspend(client, name, ending.timeout_seconds, force=ending.force, say=ending.say)
@@ -106,10 +106,10 @@ class ClusterFleet:
         """Return the way to find it again, from any folder."""
         return Context(name, self.provider, (await self._address.resolved()).options)
 
-    async def access(self, name: str) -> Access:
+    async def access(self, name: str) -> WorkerAccess:
         """A way to its first process."""
         way = await reach_by_name(self._address, name, via=self._via)
-        return Access(way.url, way.token, way.certificate, way.server_name, way.via, way.close)
+        return WorkerAccess(way.url, way.token, way.certificate, way.server_name, way.via, way.close)
 
 
 def _row(

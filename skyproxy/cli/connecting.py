@@ -23,7 +23,7 @@ from skyproxy.cli.arguments import (
     complete_worker,
 )
 from skyproxy.cli.exit_codes import NotFoundError
-from skyproxy.cli.fleet import Access, not_found
+from skyproxy.cli.fleet import WorkerAccess, not_found
 from skyproxy.cli.fleets import locate
 from skyproxy.cli.output import note, progress
 from skyproxy.contexts import Context, ContextStore, checked_name, connection_files, write_private
@@ -88,7 +88,7 @@ def connect(
         return
     address = address_of(namespace, context, kubeconfig)
 
-    async def work() -> tuple[str, Context, Access]:
+    async def work() -> tuple[str, Context, WorkerAccess]:
         worker, fleet = await locate(target, provider, address)
         return worker, await fleet.context(worker), await fleet.access(worker)
 
@@ -104,7 +104,7 @@ def connect(
                 f"{worker} is reached through a port-forward, which must stay open while it is used. "
                 f"Run: skyproxy port-forward {worker}"
             )
-        _print_environment(access.url, f'"$(cat {shlex.quote(str(_token_file(worker, access)))})"', access, worker)
+        _print_environment(access.url, _token_file(worker, access), access, worker)
         return
     ContextStore().save(saved)
     software = report.get("software", {})
@@ -165,7 +165,7 @@ def _connect_url(
     options = {"url": url} | ({"server_name": server_name} if server_name else {})
     if certificate is not None and is_fingerprint(certificate):
         options["certificate"] = certificate = normal_fingerprint(certificate)
-    access = Access(url, token, certificate, server_name)
+    access = WorkerAccess(url, token, certificate, server_name)
     report = access.report()
     # Kept only now: whoever mistyped the token has lost nothing of an older context of that name.
     token_path, certificate_path = connection_files(kept)
@@ -179,7 +179,7 @@ def _connect_url(
         # A file stays where it is, because it may be renewed there.
         options["certificate_file"] = str(certificate_path if text == certificate else Path(certificate).absolute())
     if print_environment:
-        _print_environment(url, f'"$(cat {shlex.quote(options["token_file"])})"', access, kept)
+        _print_environment(url, Path(options["token_file"]), access, kept)
         return
     ContextStore().save(Context(kept, "remote", options))
     note(f"sky:0 is now {url}, kept as {kept} (torch {report.get('software', {}).get('torch', 'unknown')}).")
@@ -220,16 +220,16 @@ def ask_for_token(url: str) -> str:
     return token.strip()
 
 
-def _token_file(worker: str, access: Access) -> Path:
+def _token_file(worker: str, access: WorkerAccess) -> Path:
     """A file with the token that only we can read: a token in a command line or a history is everybody's."""
     path, _ = connection_files(worker)
     write_private(path, access.token + "\n")
     return path
 
 
-def _print_environment(url: str, token: str, access: Access, worker: str) -> None:
+def _print_environment(url: str, token_file: Path, access: WorkerAccess, worker: str) -> None:
     typer.echo(f"export SKYPROXY_URL={shlex.quote(url)}")
-    typer.echo(f"export SKYPROXY_TOKEN={token}")
+    typer.echo(f'export SKYPROXY_TOKEN="$(cat {shlex.quote(str(token_file))})"')
     if access.certificate and is_fingerprint(access.certificate):
         typer.echo(f"export SKYPROXY_CERTIFICATE={shlex.quote(access.certificate)}")
     elif access.certificate:
@@ -272,9 +272,9 @@ def port_forward(
             return worker, await reach(client, compute, node=node, via="port-forward", local_port=local_port)
 
     worker, way = asyncio.run(work())
-    access = Access(way.url, way.token, way.certificate, way.server_name, way.via, way.close)
+    access = WorkerAccess(way.url, way.token, way.certificate, way.server_name, way.via, way.close)
     try:
-        _print_environment(way.url, f'"$(cat {shlex.quote(str(_token_file(worker, access)))})"', access, worker)
+        _print_environment(way.url, _token_file(worker, access), access, worker)
         sys.stdout.flush()
         note(f"Port {way.url.rpartition(':')[2]} forwards to port {DEFAULT_PORT} of {worker}. Ctrl-C ends it.")
         _wait_for_a_signal()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow, printed_lines
+from skyproxy.cli.fleet import EndingOptions, WorkerAccess, WorkerRow, printed_lines
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError
@@ -17,12 +17,17 @@ from skyproxy.providers.container_engine import ContainerEngine
 from skyproxy.providers.detached_container import (
     container_address,
     container_name,
+    container_workers,
+    is_suspended,
     replace_token,
+    resume_container,
     stop_container,
+    suspend_container,
+    suspension_text,
 )
 
 
-class ContainerFleet(NotSuspending):
+class ContainerFleet:
     """Workers as containers.
 
     Attributes:
@@ -33,7 +38,7 @@ class ContainerFleet(NotSuspending):
 
     async def rows(self) -> list[WorkerRow]:
         """All of them, by name."""
-        found = [await self.row(name) for name in await ContainerEngine.find().names()]
+        found = [await self.row(name) for name in await container_workers()]
         return [row for row in found if row is not None]
 
     async def row(self, name: str) -> WorkerRow | None:
@@ -43,13 +48,16 @@ class ContainerFleet(NotSuspending):
             return None
         state = found.get("State", {})
         report: dict[str, Any] = {}
-        phase, message, url = "Running", "", None
-        if not state.get("Running"):
+        phase, message, url, hint = "Running", "", None, f"See: skyproxy logs {name}"
+        if is_suspended(found):
+            phase, message = "Suspended", await suspension_text(name)
+            hint = f"Bring it back: skyproxy resume {name}"
+        elif not state.get("Running"):
             phase, message = "Lost", f"the container has ended with status {state.get('ExitCode')}"
         else:
             try:
                 url, token = await container_address(name)
-                report = await asyncio.to_thread(Access(url, token).report)
+                report = await asyncio.to_thread(WorkerAccess(url, token).report)
             except ConnectError as error:
                 phase, message = "Provisioning", str(error)
         return WorkerRow(
@@ -64,13 +72,21 @@ class ContainerFleet(NotSuspending):
             url=url,
             reason="" if report else phase,
             message=message,
-            hint="" if report else f"See: skyproxy logs {name}",
+            hint="" if report else hint,
             software=dict(report.get("software", {})),
         )
 
-    async def down(self, name: str, ending: Ending) -> bool:
+    async def down(self, name: str, ending: EndingOptions) -> bool:
         """Ends one; whether there was one."""
         return await stop_container(name)
+
+    async def suspend(self, name: str, ending: EndingOptions) -> str:
+        """End one when its sessions are saved; return what became of them, in words."""
+        return await suspend_container(name)
+
+    async def resume(self, name: str, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        """Start one again."""
+        await resume_container(name)
 
     async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
         """Gives one another token; it reads the file anew when somebody comes with a token that it does not know."""
@@ -93,9 +109,9 @@ class ContainerFleet(NotSuspending):
         """Return the way to find it again."""
         return Context(name, self.provider)
 
-    async def access(self, name: str) -> Access:
+    async def access(self, name: str) -> WorkerAccess:
         """Its address and token."""
-        return Access(*await container_address(name))
+        return WorkerAccess(*await container_address(name))
 
 
 def _age_seconds(created: str) -> float | None:

@@ -19,7 +19,7 @@ from skyproxy import torch_versions
 from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, ProviderName, address_of
 from skyproxy.cli.exit_codes import ExitCode
 from skyproxy.cli.findings import Finding
-from skyproxy.cli.fleet import Access
+from skyproxy.cli.fleet import WorkerAccess
 from skyproxy.cli.fleets import access_of_environment, fleet_of
 from skyproxy.cli.output import console, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore
@@ -142,7 +142,7 @@ def _worker() -> Iterator[Finding]:
     url = os.environ.get("SKYPROXY_URL")
     if url and not os.environ.get("SKYPROXY_TOKEN"):
         return  # it was said already
-    access: Access | None = None
+    access: WorkerAccess | None = None
     try:
         access = _choose_access()
         if access is None:
@@ -168,7 +168,7 @@ def _worker() -> Iterator[Finding]:
     yield from _versions(report.get("software", {}))
 
 
-def _choose_access() -> Access | None:
+def _choose_access() -> WorkerAccess | None:
     access = access_of_environment()
     if access is not None:
         return access

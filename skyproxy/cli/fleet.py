@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.contexts import Context, ContextStore
-from skyproxy.errors import ConfigurationError
 from skyproxy.transport.worker_report import ask_worker
 
 
@@ -62,7 +61,7 @@ class WorkerRow:
 
 
 @dataclass(frozen=True)
-class Access:
+class WorkerAccess:
     """A way to speak to a worker from here; `close` when done."""
 
     url: str
@@ -90,7 +89,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Ending:
+class EndingOptions:
     """The manner in which a worker is to end; what is on this machine ends at once in any case.
 
     Attributes:
@@ -121,10 +120,10 @@ class Fleet(Protocol):
     async def row(self, name: str) -> WorkerRow | None:
         """One of them, in all detail; None where there is none."""
 
-    async def down(self, name: str, ending: Ending) -> bool:
+    async def down(self, name: str, ending: EndingOptions) -> bool:
         """Ends one; whether there was one."""
 
-    async def suspend(self, name: str, ending: Ending) -> str:
+    async def suspend(self, name: str, ending: EndingOptions) -> str:
         """End one when its sessions are saved; what became of them, in words.
 
         Raises:
@@ -152,37 +151,12 @@ class Fleet(Protocol):
     async def context(self, name: str) -> Context:
         """Return the way to find it again."""
 
-    async def access(self, name: str) -> Access:
+    async def access(self, name: str) -> WorkerAccess:
         """A way to it; blocks no loop.
 
         Raises:
             ConnectError: it cannot be reached.
         """
-
-
-class NotSuspending:
-    """Workers that cannot be suspended.
-
-    Attributes:
-        provider: their provider's name.
-    """
-
-    provider: str
-
-    async def suspend(self, name: str, ending: Ending) -> str:
-        """Say so."""
-        raise self._refusal(name)
-
-    async def resume(self, name: str, timeout_seconds: float, say: Callable[[str], None]) -> None:
-        """Say so."""
-        raise self._refusal(name)
-
-    def _refusal(self, name: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"{name} is a worker of the provider {self.provider}, and skyproxy suspends workers on this machine and in "
-            "Kubernetes only. One that was started with --snapshots FOLDER saves its sessions there when it gets a "
-            "SIGTERM; they go on when it is started again at the same address."
-        )
 
 
 _PLACES = {

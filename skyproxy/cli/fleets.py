@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from skyproxy.cli.arguments import ProviderName
-from skyproxy.cli.fleet import Access, Fleet, not_found
+from skyproxy.cli.fleet import Fleet, WorkerAccess, not_found
 from skyproxy.contexts import ContextStore, checked_name
 from skyproxy.errors import ConfigurationError, SkyproxyError
 from skyproxy.kubernetes.address import ClusterAddress, LibraryMissingError, NoClusterError
@@ -52,7 +52,7 @@ async def has_cluster(address: ClusterAddress) -> bool:
     return True
 
 
-def access_of_environment() -> Access | None:
+def access_of_environment() -> WorkerAccess | None:
     """Return the way to the worker of SKYPROXY_URL, which `sky:0` is before any saved context; None if it is not set.
 
     Raises:
@@ -65,7 +65,7 @@ def access_of_environment() -> Access | None:
     if not token:
         raise ConfigurationError("SKYPROXY_URL is set, and SKYPROXY_TOKEN is not. Set both, or unset both.")
     trusted, name = (os.environ.get(f"SKYPROXY_{key}") or None for key in ("CERTIFICATE", "SERVER_NAME"))
-    return Access(url, token, trusted, name)
+    return WorkerAccess(url, token, trusted, name)
 
 
 async def locate(name: str | None, provider: ProviderName | None, address: ClusterAddress) -> tuple[str, Fleet]:

@@ -21,7 +21,7 @@ from skyproxy.cli.arguments import (
     complete_worker,
 )
 from skyproxy.cli.examples import examples_text
-from skyproxy.cli.fleet import Access, Fleet
+from skyproxy.cli.fleet import Fleet, WorkerAccess
 from skyproxy.cli.fleets import access_of_environment, locate
 from skyproxy.cli.output import age_text, note, show_json, show_table, warn
 from skyproxy.contexts import Context
@@ -202,7 +202,7 @@ def run_detached(script: Script, saved: Context, nodes: int, options: JobOptions
     Raises:
         ConfigurationError: the worker has fewer nodes, or runs no jobs for us.
     """
-    from skyproxy.jobs.submitting import Place, submit_script  # late: they load torch
+    from skyproxy.jobs.submitting import JobWorker, submit_script  # late: they load torch
 
     if nodes > 1:
         from skyproxy.pools.pool_jobs import job_places
@@ -213,7 +213,7 @@ def run_detached(script: Script, saved: Context, nodes: int, options: JobOptions
             job = submit_script(script, job_places(pool), options, torchrun=True)
     else:
         with connection(saved.name, None, ClusterAddress()) as open_connection:
-            job = submit_script(script, [Place(open_connection)], options, torchrun=torchrun)
+            job = submit_script(script, [JobWorker(open_connection)], options, torchrun=torchrun)
     typer.echo(job.name)
     note(f"The job {job.name} runs on {saved.name}. Its output: skyproxy attach {job.name} --on {saved.name}")
 
@@ -241,7 +241,7 @@ async def tell_of_jobs(worker: str, fleet: Fleet) -> None:
 def connection(on: str | None, provider: ProviderName | None, address: ClusterAddress) -> Iterator[OpenConnection]:
     """Give what opens connections for jobs to the worker that a command means."""
 
-    async def find() -> Access:
+    async def find() -> WorkerAccess:
         chosen = access_of_environment() if on is None and provider is None and not address.options else None
         if chosen is not None:
             return chosen
@@ -255,7 +255,7 @@ def connection(on: str | None, provider: ProviderName | None, address: ClusterAd
         access.close()
 
 
-def opener_of(access: Access) -> OpenConnection:
+def opener_of(access: WorkerAccess) -> OpenConnection:
     """Return what opens connections for jobs to a worker."""
     url, certificate = access.url, access.certificate
     if is_link(url):

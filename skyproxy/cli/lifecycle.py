@@ -21,7 +21,7 @@ from skyproxy.cli.arguments import (
     variables_of,
     volume_of,
 )
-from skyproxy.cli.fleet import Ending, Fleet, WorkerRow, not_found
+from skyproxy.cli.fleet import EndingOptions, Fleet, WorkerRow, not_found
 from skyproxy.cli.fleets import asks_for_cluster, fleet_of, has_cluster, locate
 from skyproxy.cli.jobs import tell_of_jobs
 from skyproxy.cli.output import note, progress, show_json
@@ -37,8 +37,8 @@ _GPU = "nvidia.com/gpu"
 _SNAPSHOTS = "20Gi"
 _POSSIBLE = {
     ProviderName.LOCAL: ("suspend_after",),
-    ProviderName.SSH: (),
-    ProviderName.CONTAINER: ("memory", "image", "volume"),
+    ProviderName.SSH: ("suspend_after",),
+    ProviderName.CONTAINER: ("memory", "image", "volume", "suspend_after"),
 }
 """The options for clusters that a worker on this machine can have, too."""
 
@@ -138,13 +138,22 @@ def up(
         _refuse(chosen, impossible | ({"nodes": nodes} if nodes > 1 else {}))
     # What a worker of this machine got when it was started: one that runs keeps what it has.
     asked = {"gpus": gpus, "cpu": cpu, "memory": memory, "image": image, "volume": volume, "env": env}
+    asked |= {"suspend-after": suspend_after}
     if chosen is ProviderName.LOCAL:
-        asked |= {"suspend-after": suspend_after}
         fleet = _bring_up_locally(name, gpus, cpu, variables, wait, suspend_seconds or 0.0, asked)
     elif target is not None:
-        fleet = _bring_up_over_ssh(name, target, python, gpus, cpu, variables, asked)
+        fleet = _bring_up_over_ssh(name, target, python, gpus, cpu, variables, suspend_seconds or 0.0, asked)
     elif chosen is ProviderName.CONTAINER:
-        fleet = asyncio.run(_bring_up_container(name, wait, gpus, cpu, memory, image, volumes, variables, asked))
+        limits: dict[str, Any] = {
+            "gpus": gpus,
+            "cpu": cpu,
+            "memory": memory,
+            "image": image,
+            "volumes": volumes,
+            "env": variables,
+        }
+        limits |= {"wait": wait, "suspend_after_seconds": suspend_seconds or 0.0}
+        fleet = asyncio.run(_bring_up_container(name, limits, asked))
     else:
         manifest_options: dict[str, object] = {
             "image": image,
@@ -214,7 +223,7 @@ def down(
             )
         await tell_of_jobs(worker, fleet)
         with progress(f"Ending {worker}") as say:
-            there = await fleet.down(worker, Ending(wait, seconds, force, keep_environment, say))
+            there = await fleet.down(worker, EndingOptions(wait, seconds, force, keep_environment, say))
         forgotten = _forget(worker, await fleet.context(worker))
         if not there and not forgotten:
             raise not_found(worker, fleet.provider)
@@ -313,19 +322,30 @@ def _bring_up_over_ssh(
     gpus: int | None,
     cpu: str | None,
     env: dict[str, str],
+    suspend_after_seconds: float,
     asked: dict[str, Any],
 ) -> Fleet:
     from skyproxy.providers.ssh import DEFAULT_PYTHON, find, start
 
     fleet = fleet_of(ProviderName.SSH, ClusterAddress())
+    asked = asked | {"python": python}
     existing = find(name)
-    if existing is not None and existing.target == target and existing.ask("status")["alive"]:
-        _note_what_stays(name, ProviderName.SSH, asked | {"python": python})
+    if existing is not None and existing.target != target:
+        existing = None
+    there = existing.ask("status") if existing is not None else {"alive": False}
+    if there["alive"]:
+        _note_what_stays(name, ProviderName.SSH, asked)
         return fleet
     device, variables = _worker_variables(gpus, cpu, env)
-    known = existing.python if existing is not None and existing.target == target else DEFAULT_PYTHON
+    known = existing.python if existing is not None else DEFAULT_PYTHON
+    arguments = ["--device", device]
+    arguments += ["--suspend-after", f"{suspend_after_seconds:g}"] if suspend_after_seconds else []
     with progress(f"Starting {name} on {target.shown}") as say:
-        start(name, target, python=python or known, arguments=["--device", device], env=variables, say=say)
+        is_suspended = there.get("suspended") is not None and all(value is None for value in asked.values())
+        if existing is not None and is_suspended:
+            existing.resume()
+        else:
+            start(name, target, python=python or known, arguments=arguments, env=variables, say=say)
     return fleet
 
 
@@ -354,18 +374,8 @@ def _bring_up_locally(
     return fleet
 
 
-async def _bring_up_container(
-    name: str,
-    wait: bool,
-    gpus: int | None,
-    cpu: str | None,
-    memory: str | None,
-    image: str | None,
-    volumes: list[dict[str, str]],
-    env: dict[str, str],
-    asked: dict[str, Any],
-) -> Fleet:
-    from skyproxy.providers.detached_container import start_container
+async def _bring_up_container(name: str, options: dict[str, Any], asked: dict[str, Any]) -> Fleet:
+    from skyproxy.providers.detached_container import resume_container, start_container
 
     fleet = fleet_of(ProviderName.CONTAINER, ClusterAddress())
     existing = await fleet.row(name)
@@ -373,7 +383,10 @@ async def _bring_up_container(
         _note_what_stays(name, ProviderName.CONTAINER, asked)
         return fleet
     with progress(f"Starting {name} in a container"):
-        await start_container(name, image=image, gpus=gpus, cpu=cpu, memory=memory, volumes=volumes, env=env, wait=wait)
+        if existing is not None and existing.phase == "Suspended" and all(value is None for value in asked.values()):
+            await resume_container(name)
+        else:
+            await start_container(name, **options)
     return fleet
 
 

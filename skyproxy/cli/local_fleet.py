@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 
-from skyproxy.cli.fleet import Access, Ending, WorkerRow, not_found
+from skyproxy.cli.fleet import EndingOptions, WorkerAccess, WorkerRow, not_found
 from skyproxy.cli.output import bytes_text
 from skyproxy.contexts import Context, write_private
 from skyproxy.errors import ConnectError
@@ -41,7 +41,7 @@ class LocalFleet:
         worker = find(name)
         return await asyncio.to_thread(_row, worker) if worker is not None else None
 
-    async def down(self, name: str, ending: Ending) -> bool:
+    async def down(self, name: str, ending: EndingOptions) -> bool:
         """Ends one; whether there was one."""
         worker = find(name)
         if worker is None:
@@ -49,7 +49,7 @@ class LocalFleet:
         await asyncio.to_thread(worker.stop)
         return True
 
-    async def suspend(self, name: str, ending: Ending) -> str:
+    async def suspend(self, name: str, ending: EndingOptions) -> str:
         """Ends one when its sessions are saved; what became of them, in words."""
         worker = await asyncio.to_thread(suspend_detached, name)
         return worker.suspension_text()
@@ -89,9 +89,9 @@ class LocalFleet:
         """Return the way to find it again."""
         return Context(name, self.provider)
 
-    async def access(self, name: str) -> Access:
+    async def access(self, name: str) -> WorkerAccess:
         """Its address and token."""
-        return Access(*local_address(name))
+        return WorkerAccess(*local_address(name))
 
 
 def _row(worker: DetachedWorker) -> WorkerRow:
@@ -113,7 +113,7 @@ def _row(worker: DetachedWorker) -> WorkerRow:
         phase, message = "Provisioning", "it is not listening yet"
     else:
         try:
-            report = Access(url, worker.token()).report()
+            report = WorkerAccess(url, worker.token()).report()
         except ConnectError as error:
             phase, message = "Failed", str(error)
     return WorkerRow(

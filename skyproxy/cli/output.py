@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skyproxy.cli.exit_codes import ExitCode
+from skyproxy.errors import visible
 from skyproxy.units import size_text
 
 Row = dict[str, Any]
@@ -31,17 +33,17 @@ def console() -> Console:
 
 def note(message: str) -> None:
     """Something a person should know, beside the result."""
-    typer.echo(message, err=True)
+    typer.echo(visible(message), err=True)
 
 
 def warn(message: str) -> None:
     """Something a person should look into, beside the result."""
-    typer.secho(f"Warning: {message}", fg=_color(typer.colors.YELLOW), err=True)
+    typer.secho(f"Warning: {visible(message)}", fg=_color(typer.colors.YELLOW), err=True)
 
 
 def fail(message: str, code: ExitCode = ExitCode.USAGE) -> NoReturn:
     """Ends the command with a message."""
-    typer.secho(f"Error: {message}", fg=_color(typer.colors.RED), err=True)
+    typer.secho(f"Error: {visible(message)}", fg=_color(typer.colors.RED), err=True)
     raise typer.Exit(int(code))
 
 
@@ -67,7 +69,7 @@ def show_table(
 
     Args:
         columns: keys of the rows, which are the headings too.
-        rows: what to show; a key that is missing shows as nothing.
+        rows: what to show, whoever said it: it does not command the terminal. A key that is missing shows as nothing.
         empty: what to say in place of an empty table.
         shorten: columns whose texts are cut where the terminal is narrow, the widest first. What they cannot give up
             makes the other columns take several lines.
@@ -77,7 +79,7 @@ def show_table(
         note(empty)
         return
     headings = {column: "" if column in unnamed else column.replace("_", " ").upper() for column in columns}
-    texts = [{column: "" if row.get(column) is None else str(row[column]) for column in columns} for row in rows]
+    texts = [{column: "" if row.get(column) is None else visible(row[column]) for column in columns} for row in rows]
     target = console()
     widths = _fit_columns(
         {
@@ -127,9 +129,11 @@ def progress(first: str) -> Iterator[Callable[[str], None]]:
 
 
 def age_text(seconds: float | None) -> str:
-    """A length of time in its largest unit: "3h"."""
+    """A length of time in its largest unit: "3h"; a question mark for what is no length of time."""
     if seconds is None:
         return ""
+    if not _is_number(seconds):
+        return "?"
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * size:
             return f"{int(seconds // size)}{unit}"
@@ -137,5 +141,12 @@ def age_text(seconds: float | None) -> str:
 
 
 def bytes_text(count: int | None) -> str:
-    """A size in binary units, "79.2 GiB"; empty where it is not known."""
-    return "" if count is None else size_text(count)
+    """A size in binary units, "79.2 GiB"; empty where it is not known, a question mark for what is no size."""
+    if count is None:
+        return ""
+    return size_text(count) if _is_number(count) else "?"
+
+
+def _is_number(said: object) -> bool:
+    """Return whether it is one that can be shown, for workers may say anything."""
+    return isinstance(said, int | float) and abs(said) < 1e30 and math.isfinite(said)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow
+from skyproxy.cli.fleet import EndingOptions, WorkerAccess, WorkerRow
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context, ContextStore, remote_address
 from skyproxy.errors import ConfigurationError, ConnectError
 
 
-class RemoteFleet(NotSuspending):
+class RemoteFleet:
     """Workers at urls.
 
     Attributes:
@@ -52,11 +52,26 @@ class RemoteFleet(NotSuspending):
             software=dict(report.get("software", {})),
         )
 
-    async def down(self, name: str, ending: Ending) -> bool:
+    async def down(self, name: str, ending: EndingOptions) -> bool:
         """Refuses: whoever started it ends it."""
         raise ConfigurationError(
             f"{name} was not started by skyproxy up, so it cannot be shut down from here. "
             f"To forget it: skyproxy context remove {name}"
+        )
+
+    async def suspend(self, name: str, ending: EndingOptions) -> str:
+        """Refuse to: who started it is not known."""
+        raise self._refusal(name)
+
+    async def resume(self, name: str, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        """Refuse to, likewise."""
+        raise self._refusal(name)
+
+    def _refusal(self, name: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{name} is a worker at a saved address, and skyproxy suspends workers that skyproxy up has started. One "
+            "that was started with --snapshots FOLDER saves its sessions there when it gets a SIGTERM; they go on when "
+            "it is started again at the same address."
         )
 
     async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
@@ -80,16 +95,16 @@ class RemoteFleet(NotSuspending):
         assert context is not None
         return context
 
-    async def access(self, name: str) -> Access:
+    async def access(self, name: str) -> WorkerAccess:
         """Its address and token."""
         return access_of_url(await self.context(name))
 
 
-def access_of_url(context: Context) -> Access:
+def access_of_url(context: Context) -> WorkerAccess:
     """A way to the worker of a context that holds a url.
 
     Raises:
         ConfigurationError: its token or certificate cannot be read.
     """
     there = remote_address(context)
-    return Access(there.url, there.token, there.certificate, there.server_name)
+    return WorkerAccess(there.url, there.token, there.certificate, there.server_name)

@@ -162,7 +162,7 @@ def _detach(
 
 def _run_there(script: Script, saved: Context | None) -> None:
     # Late, because they import torch.
-    from skyproxy.functions.scripts import packed_for, run_script
+    from skyproxy.functions.scripts import pack_for, run_script
     from skyproxy.pools import Compute, Nodes
 
     least, nodes = script.nodes or (1, 1)
@@ -179,7 +179,7 @@ def _run_there(script: Script, saved: Context | None) -> None:
         from skyproxy.providers.saved import open_context
 
         with open_context(saved) as node:
-            node.run(run_script, packed_for(script, shares_files=False))
+            node.run(run_script, pack_for(script, shares_files=False))
         return
     with pool:
         pool.run_torchrun(script)

@@ -19,10 +19,10 @@ from skyproxy.cli.arguments import (
 )
 from skyproxy.cli.examples import examples_text
 from skyproxy.cli.exit_codes import NotFoundError
-from skyproxy.cli.fleet import Access
+from skyproxy.cli.fleet import WorkerAccess
 from skyproxy.cli.fleets import access_of_environment, locate
 from skyproxy.cli.output import age_text, bytes_text, note, show_json, show_table
-from skyproxy.errors import visible
+from skyproxy.errors import ProtocolError
 from skyproxy.kubernetes.address import ClusterAddress
 
 app = typer.Typer(help="List the named sessions on a worker, and end them.", invoke_without_command=True)
@@ -34,6 +34,7 @@ _On = Annotated[
         autocompletion=complete_worker,
     ),
 ]
+_FIELDS = {"name", "names", "bytes", "age_seconds", "held", "expires_in_seconds"}
 _COLUMNS = ("name", "names", "size", "age", "used", "expires")
 
 
@@ -54,13 +55,13 @@ def list_sessions(
     as_json: Json = False,
 ) -> None:
     """List the named sessions of your token, with what they hold, their age, and when they expire."""
-    rows: list[dict[str, Any]] = _ask(on, provider, address_of(namespace, context, kubeconfig), "named_sessions")
+    rows = _rows_of(_ask(on, provider, address_of(namespace, context, kubeconfig), "named_sessions"))
     if as_json:
         show_json(rows)
         return
     shown = [
         {
-            "name": visible(row["name"]),
+            "name": row["name"],
             "names": row["names"],
             "size": bytes_text(row["bytes"]),
             "age": age_text(row["age_seconds"]),
@@ -87,6 +88,18 @@ def end(
     note(f"The session {session} has ended; its memory is free.")
 
 
+def _rows_of(said: object) -> list[dict[str, Any]]:
+    """Return what a worker says of its sessions.
+
+    Raises:
+        ProtocolError: that is no such list.
+    """
+    rows: list[Any] = said if isinstance(said, list) else [said]
+    if not all(isinstance(row, dict) and row.keys() >= _FIELDS for row in rows):
+        raise ProtocolError(f"the worker sent no list of sessions: {said!r:.200}")
+    return rows
+
+
 def _use_of(row: dict[str, Any]) -> str:
     if row.get("saved"):
         return "perhaps (saved)" if row["held"] else "no (saved)"
@@ -94,7 +107,7 @@ def _use_of(row: dict[str, Any]) -> str:
 
 
 def _ask(on: str | None, provider: ProviderName | None, address: ClusterAddress, control: str, *arguments: str) -> Any:
-    async def find() -> Access:
+    async def find() -> WorkerAccess:
         chosen = access_of_environment() if on is None and provider is None and not address.options else None
         if chosen is not None:
             return chosen

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from skyproxy.cli.fleet import Access, Ending, NotSuspending, WorkerRow, not_found, printed_lines
+from skyproxy.cli.fleet import EndingOptions, WorkerAccess, WorkerRow, not_found, printed_lines
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError, SkyproxyError, WorkerStartError, visible
@@ -16,7 +16,7 @@ from skyproxy.providers.ssh import SshWorker, find, list_workers
 from skyproxy.providers.ssh_connection import failure, remote_program
 
 
-class SshFleet(NotSuspending):
+class SshFleet:
     """Workers on hosts.
 
     Attributes:
@@ -34,7 +34,7 @@ class SshFleet(NotSuspending):
         worker = find(name)
         return await asyncio.to_thread(_row, worker) if worker is not None else None
 
-    async def down(self, name: str, ending: Ending) -> bool:
+    async def down(self, name: str, ending: EndingOptions) -> bool:
         """End one; return whether there was one."""
         worker = find(name)
         if worker is None:
@@ -46,6 +46,14 @@ class SshFleet(NotSuspending):
                 raise ConnectError(f"{error}\nTo forget the worker, with what is left on the host: --force") from error
             worker.forget()
         return True
+
+    async def suspend(self, name: str, ending: EndingOptions) -> str:
+        """End one when its sessions are saved; return what became of them, in words."""
+        return await asyncio.to_thread(_require_worker(name).suspend, ending.timeout_seconds)
+
+    async def resume(self, name: str, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        """Start one again."""
+        await asyncio.to_thread(_require_worker(name).resume)
 
     async def rotate_token(self, name: str, *, timeout_seconds: float | None, say: Callable[[str], None]) -> None:
         """Give one another token; it reads the file anew when somebody comes with a token that it does not know."""
@@ -71,10 +79,10 @@ class SshFleet(NotSuspending):
         """Return the way to find it again."""
         return Context(name, self.provider)
 
-    async def access(self, name: str) -> Access:
+    async def access(self, name: str) -> WorkerAccess:
         """A tunnel to it."""
         tunnel, token = await asyncio.to_thread(_require_worker(name).open)
-        return Access(tunnel.url, token, via="ssh", release=tunnel.close)
+        return WorkerAccess(tunnel.url, token, via="ssh", release=tunnel.close)
 
 
 def _require_worker(name: str) -> SshWorker:
@@ -100,6 +108,9 @@ def _row(worker: SshWorker) -> WorkerRow:
     if found and not found["alive"] and not found["there"]:
         phase, message = "Provisioning", "nothing of it is there: an `up` is installing it, or has failed"
         hint = f"Start it: skyproxy up {worker.url} --name {worker.name}. Forget it: skyproxy down {worker.name}"
+    elif found and found.get("suspended") is not None:
+        phase, message = "Suspended", visible(str(found["suspended"]))
+        hint = f"Bring it back: skyproxy resume {worker.name}"
     elif found and not found["alive"]:
         last = visible(str(found.get("log", "")).rpartition("\n")[2])
         phase, message = "Lost", "its process has ended" + (f"; its last output: {last}" if last else "")

@@ -17,7 +17,7 @@ from skyproxy.cli.arguments import (
     complete_worker,
 )
 from skyproxy.cli.exit_codes import NotFoundError
-from skyproxy.cli.fleet import Ending
+from skyproxy.cli.fleet import EndingOptions
 from skyproxy.cli.fleets import locate
 from skyproxy.cli.output import note, progress
 from skyproxy.contexts import ContextStore, checked_name
@@ -47,7 +47,7 @@ def suspend(
     async def work() -> tuple[str, str]:
         worker, fleet = await locate(name, provider, address)
         with progress(f"Suspending {worker}") as say:
-            return worker, await fleet.suspend(worker, Ending(True, seconds, force, say=say))
+            return worker, await fleet.suspend(worker, EndingOptions(True, seconds, force, say=say))
 
     worker, text = asyncio.run(work())
     typer.echo(f"{worker} is suspended" + (f": {text}" if text else ""))

@@ -20,7 +20,7 @@ from skyproxy.cli.arguments import (
     complete_worker,
 )
 from skyproxy.cli.connecting import URL_SCHEMES, ask_for_token
-from skyproxy.cli.fleet import Access, Fleet
+from skyproxy.cli.fleet import Fleet, WorkerAccess
 from skyproxy.cli.fleets import access_of_environment, locate
 from skyproxy.cli.output import note, progress
 from skyproxy.errors import AuthenticationError, ConfigurationError
@@ -63,7 +63,7 @@ def ui(
     """
     if target is not None and target.startswith(URL_SCHEMES):
         token = token_file.read_text(encoding="ascii").strip() if token_file is not None else ""
-        access = Access(target, token or os.environ.get("SKYPROXY_TOKEN") or ask_for_token(target), certificate)
+        access = WorkerAccess(target, token or os.environ.get("SKYPROXY_TOKEN") or ask_for_token(target), certificate)
         _serve(target.partition("#")[0], lambda: access.report("/status"), port)
         return
     if token_file or certificate:

@@ -12,7 +12,7 @@ from skyproxy.errors import ProtocolError, UntrustedResultError, visible
 from skyproxy.payloads.pickling import PLAIN, Unpickler, unpickle_simple
 from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.rebuilding import UnknownClassError
-from skyproxy.payloads.tensors import REFERENCE, Row, dressed
+from skyproxy.payloads.tensors import REFERENCE, Row, as_leaf
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import Handle, SkyDevice
 from skyproxy.tensor.core.memory import Memory, memory_of
@@ -115,6 +115,6 @@ class Adopter:
                 roots[group] = handle
                 handle.memory = Memory(storage_bytes)
             slots.append(handle.slot)
-            tensors.append(dressed(make_tensor(meta, handle), row))
+            tensors.append(as_leaf(make_tensor(meta, handle), row))
         self._session.do("adopt_results", self._call, number, slots)
         return tensors

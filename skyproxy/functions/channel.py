@@ -19,7 +19,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart
 from skyproxy.protocol.messages import Buffer, Message
 from skyproxy.session.housekeeping import AuxiliaryConnection
-from skyproxy.session.reading import Reading
+from skyproxy.session.reading import ConnectionReader
 from skyproxy.session.session import Session
 from skyproxy.transport.base import Transport
 from skyproxy.transport.shared_threads import Lane
@@ -34,7 +34,7 @@ _NEVER_BEGUN = "never begun"
 _NO_FUNCTION = "no function"
 
 
-class Channel:
+class FunctionChannel:
     """All calls of a session, and their connection.
 
     Three threads once it is open: one reads, one hands out what came (so that a slow `on_output` does not stop the
@@ -134,7 +134,7 @@ class Channel:
             self.session.recorder.emit((commands.DO, "forget_call", [identity]))
 
     def settle(self) -> None:
-        """Have ended calls forgotten that no other call has brought the word of; called about twenty times a second."""
+        """Have ended calls forgotten that no other call has brought the word of; called by `Housekeeping`."""
         waiting = len(self._to_forget)
         if waiting and waiting <= self._forgotten_before:
             self._emit_forgotten()
@@ -196,7 +196,7 @@ class Channel:
             self._use(self._open_connection())
             self.session.often.append(self.settle)
             handlers = self._handlers()
-            reading = Reading(
+            reading = ConnectionReader(
                 self._link,
                 lambda message: handlers[type(message)](message),
                 self._on_unreadable,
@@ -346,7 +346,7 @@ class Channel:
         self._heard[call.id] = call
 
     def _ack_what_was_heard(self) -> None:
-        """However little the worker lets wait, it is told that all of it was shown."""
+        """Tell the worker that all output was shown, also where that is less than is told otherwise."""
         while self._heard:
             self._heard.popitem()[1].ack_output()
 

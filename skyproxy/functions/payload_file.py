@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from skyproxy.functions.payload import LARGE_BYTES, Payload
-from skyproxy.payloads.pieces import flat_size
+from skyproxy.payloads.pieces import FILE_NAME, flat_size
 from skyproxy.protocol.messages import Buffer
 
 
@@ -32,11 +32,13 @@ class PayloadFile:
     """
 
     def __init__(self, pieces: Sequence[Buffer]) -> None:
-        """Raises:
-        OSError: there is no memory for it.
+        """Write the pieces to a new file.
+
+        Raises:
+            OSError: there is no memory for it.
         """
         self.sizes = [flat_size(piece) for piece in pieces]
-        self._descriptor = os.memfd_create("skyproxy-payload", os.MFD_CLOEXEC)
+        self._descriptor = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self._lock = threading.Lock()
         self._waiting = 0

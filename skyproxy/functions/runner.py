@@ -16,7 +16,7 @@ from skyproxy import telemetry
 from skyproxy.errors import ConfigurationError
 from skyproxy.functions.adoption import Adopter
 from skyproxy.functions.call import Call, OnOutput
-from skyproxy.functions.channel import Channel
+from skyproxy.functions.channel import FunctionChannel
 from skyproxy.functions.payload import Payload
 from skyproxy.functions.payload_file import PayloadFile
 from skyproxy.functions.project_sync import ProjectSync
@@ -65,7 +65,7 @@ class Runner:
         self.shares_files = shares_files
         self.session = session
         self.devices = devices
-        self._channel = Channel(session, open_connection)
+        self._channel = FunctionChannel(session, open_connection)
         self._project = ProjectSync(self._run_own, session.settings, shares_files=shares_files)
 
     @property

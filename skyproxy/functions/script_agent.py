@@ -11,12 +11,28 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch.distributed
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
+
+from skyproxy.transport.addresses import listen_on_loopback
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+
+
+class MachineStore(torch.distributed.TCPStore):  # type: ignore[name-defined, misc]
+    """PyTorch's store that only this machine can connect to, where its clients are told so."""
+
+    def __init__(
+        self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *rest: Any, **more: Any
+    ) -> None:
+        if is_master:
+            more["master_listen_fd"] = listen_on_loopback(host_name, port)
+        super().__init__(host_name, port, world_size, is_master, *rest, **more)
 
 
 def main(report: Path, parent: int, arguments: list[str]) -> int:
@@ -28,6 +44,9 @@ def main(report: Path, parent: int, arguments: list[str]) -> int:
         arguments: of torchrun.
     """
     _end_with(parent)
+    torch.distributed.TCPStore = MachineStore  # type: ignore[attr-defined]
+    c10d_rendezvous_backend.TCPStore = MachineStore  # type: ignore[attr-defined]
+    static_tcp_rendezvous.TCPStore = MachineStore  # type: ignore[attr-defined]
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:

@@ -154,7 +154,7 @@ def node_range(given: int | str) -> tuple[int, int]:
     raise ConfigurationError(f"nnodes={given!r}: use a number from 1, or two of them: '1:4'.")
 
 
-def packed_for(script: Script, *, shares_files: bool) -> Script:
+def pack_for(script: Script, *, shares_files: bool) -> Script:
     """The script with what its nodes need of this machine: the working directory, or copies of the files.
 
     Args:
@@ -227,7 +227,9 @@ def _options(script: Script, info: InstanceInfo) -> list[str]:
         return [*options, *_elastic_options(script, script.meeting, script.nodes, info)]
     options += [f"--max-restarts={script.max_restarts}"]
     if info.total_nodes == 1:
-        return [*options, "--standalone"]
+        # Torchrun's own --standalone would name the machine as the place to meet, which others can reach.
+        options += ["--local-addr=127.0.0.1", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-conf=is_host=1"]
+        return [*options, "--rdzv-backend=c10d", f"--rdzv-id={script.run}"]
     port = port_for(PURPOSE, info)
     address = next((peer.address for peer in info.peers if peer.rank == info.rank), info.head_addr)
     options += [f"--nnodes={info.total_nodes}", f"--local-addr={address}"]

@@ -63,7 +63,7 @@ class use:
 
 
 def _forget_choice(device: torch.device) -> None:
-    """accelerate chooses once a process: forgets another choice, as every new `TrainingArguments` does.
+    """Forget a choice that accelerate made before, which it does once a process; as every new `TrainingArguments` does.
 
     Raises:
         ImportError: accelerate is not installed.

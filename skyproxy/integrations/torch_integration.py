@@ -72,4 +72,4 @@ def join(backend: str | None, join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
     if info.world_size < 2:
         return
     on_abort("torch", abort_process_group)
-    LIFECYCLE.once("torch", info, lambda: process_group(info, backend, join_timeout_seconds=join_timeout_seconds))
+    LIFECYCLE.enter_once("torch", info, lambda: process_group(info, backend, join_timeout_seconds=join_timeout_seconds))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from skyproxy.errors import JobFailedError, ProtocolError, visible
@@ -13,6 +15,7 @@ from skyproxy.settings import SETTINGS
 
 _TAIL_BYTES = 4000
 _TAIL_LINES = 20
+_MAX_LINE_LENGTH = 1 << 20
 _ENDED = ("succeeded", "failed", "cancelled", "lost")
 _WORST_FIRST = ("failed", "lost", "cancelled", "running", "restarting", "preempted", "succeeded")
 """States, by which of them a job of several nodes is in when its parts differ."""
@@ -74,10 +77,12 @@ class Job:
     """
 
     def __init__(self, name: str, nodes: Sequence[OpenConnection], *, trusted: bool = False) -> None:
-        """Args:
-        name: of the job.
-        nodes: for each of its workers, how to open a connection for jobs.
-        trusted: whether its result may be any object; else plain data.
+        """Make a client's view of a job; nothing is asked yet.
+
+        Args:
+            name: of the job.
+            nodes: for each of its workers, how to open a connection for jobs.
+            trusted: whether its result may be any object; else plain data.
         """
         self.name = name
         self._nodes = list(nodes)
@@ -181,7 +186,8 @@ class Job:
         return None
 
     def _failure(self, status: JobStatus) -> JobFailedError:
-        end = "\n".join(list(self.logs(tail_bytes=_TAIL_BYTES))[-_TAIL_LINES:])
+        lines = deque(islice(self.logs(tail_bytes=_TAIL_BYTES), _TAIL_BYTES), _TAIL_LINES)
+        end = "\n".join(lines)[-_TAIL_BYTES:]
         text = f"the job {self.name} {ending_of(status)}"
         return JobFailedError(f"{text}. The end of its log:\n{visible(end)}" if end else text)
 
@@ -281,6 +287,9 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[str]:
     for piece in pieces:
         *lines, rest = (rest + decoder.decode(piece)).split("\n")
         yield from lines
+        if len(rest) > _MAX_LINE_LENGTH:  # one without an end would be kept for ever
+            yield rest
+            rest = ""
     rest += decoder.decode(b"", final=True)
     if rest:
         yield rest

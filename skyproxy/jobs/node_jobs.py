@@ -13,7 +13,7 @@ from skyproxy.transport.base import Transport
 
 if TYPE_CHECKING:
     from skyproxy.jobs.job import Job, JobStatus
-    from skyproxy.jobs.submitting import Place
+    from skyproxy.jobs.submitting import JobWorker
     from skyproxy.session.opening import Opener
 
 
@@ -63,14 +63,14 @@ class NodeJobs:
             ```
         """
         from skyproxy.jobs.options import JobOptions  # late: most programs run no jobs
-        from skyproxy.jobs.submitting import described, plain_function, submit_function, submit_script
+        from skyproxy.jobs.submitting import plain_function, script_of_target, submit_function, submit_script
 
         options = JobOptions(name, max_restarts, grace_seconds, env or {})
         place = self._job_place()
         if isinstance(target, str | os.PathLike):
             if kwargs:
                 raise ConfigurationError(f"a script takes no {', '.join(kwargs)}=; arguments follow its name.")
-            script = described(target, args, module=module, nproc_per_node=nproc_per_node, env=env)
+            script = script_of_target(target, args, module=module, nproc_per_node=nproc_per_node, env=env)
             return submit_script(script, [place], options, torchrun=nproc_per_node is not None)
         if nproc_per_node is not None or module:
             raise ConfigurationError("nproc_per_node= and module= are for scripts, and this is a function.")
@@ -110,11 +110,11 @@ class NodeJobs:
         with JobLink(self._open_jobs) as link:
             return [status_of(row) for row in link.ask("list")[0].get("jobs", ())]
 
-    def _job_place(self) -> Place:
+    def _job_place(self) -> JobWorker:
         """Return the worker as a place for jobs."""
-        from skyproxy.jobs.submitting import Place
+        from skyproxy.jobs.submitting import JobWorker
 
-        return Place(self._open_jobs, self._runner.shares_files, self._runner.trusted)
+        return JobWorker(self._open_jobs, self._runner.shares_files, self._runner.trusted)
 
     def _open_jobs(self) -> Transport:
         if self._opener is None:

@@ -25,7 +25,7 @@ class JobOptions:
     grace_seconds: float | None = None
     env: Mapping[str, object] = field(default_factory=dict)
 
-    def asked(self, title: str, kind: str, part: tuple[int, int] = (0, 1)) -> dict[str, object]:
+    def request(self, title: str, kind: str, part: tuple[int, int] = (0, 1)) -> dict[str, object]:
         """Return what a worker is asked for."""
         if type(self.max_restarts) is not int or self.max_restarts < 0:
             raise ConfigurationError(f"max_restarts={self.max_restarts!r}: use 0 or more.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.functions.scripts import Script, describe_script, packed_for
+from skyproxy.functions.scripts import Script, describe_script, pack_for
 from skyproxy.jobs.documents import function_document, new_name, script_document
 from skyproxy.jobs.job import Job
 from skyproxy.jobs.link import JobLink, OpenConnection, send_job
@@ -19,7 +19,7 @@ _ALONE = InstanceInfo(peers=(Peer(0, 0, "127.0.0.1"),))
 
 
 @dataclass(frozen=True)
-class Place:
+class JobWorker:
     """A worker for jobs.
 
     Attributes:
@@ -35,7 +35,7 @@ class Place:
     info: InstanceInfo = _ALONE
 
 
-def submit_script(script: Script, places: Sequence[Place], options: JobOptions, *, torchrun: bool) -> Job:
+def submit_script(script: Script, places: Sequence[JobWorker], options: JobOptions, *, torchrun: bool) -> Job:
     """Start a script as a job on each of some workers, all of them or none.
 
     Args:
@@ -47,11 +47,11 @@ def submit_script(script: Script, places: Sequence[Place], options: JobOptions, 
     shares_files = all(place.shares_files for place in places)
     # Agents on several nodes start all ranks again together; a single one is started again itself.
     restarts = options.max_restarts if torchrun and len(places) > 1 else 0
-    packed = replace(packed_for(script, shares_files=shares_files), max_restarts=restarts)
+    packed = replace(pack_for(script, shares_files=shares_files), max_restarts=restarts)
     kind = "torchrun" if torchrun else "script"
-    asked = options.asked(script.name, kind)
+    asked = options.request(script.name, kind)
     asked["name"] = options.name or new_name(Path(script.name).stem)
-    begun: list[Place] = []
+    begun: list[JobWorker] = []
     try:
         for index, place in enumerate(places):
             info = place.info if torchrun else None
@@ -64,7 +64,7 @@ def submit_script(script: Script, places: Sequence[Place], options: JobOptions, 
     return Job(str(asked["name"]), [place.open_connection for place in places])
 
 
-def _take_back(name: str, places: Sequence[Place]) -> None:
+def _take_back(name: str, places: Sequence[JobWorker]) -> None:
     if places:
         Job(name, [place.open_connection for place in places]).cancel(wait=False)
 
@@ -73,19 +73,19 @@ def submit_function(
     function: Callable[..., object],
     args: Sequence[object],
     kwargs: Mapping[str, object],
-    place: Place,
+    place: JobWorker,
     options: JobOptions,
 ) -> Job:
     """Start a call as a job."""
     title = str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition("<locals>.")[2]
     document = function_document(function, args, kwargs, plain=not place.trusted, shares_files=place.shares_files)
-    asked = options.asked(title.strip("<>"), "function")
+    asked = options.request(title.strip("<>"), "function")
     with JobLink(place.open_connection) as link:
         send_job(link, asked, document)
     return Job(str(asked["name"]), [place.open_connection], trusted=place.trusted)
 
 
-def described(
+def script_of_target(
     target: str | os.PathLike[str],
     args: Sequence[object],
     *,

@@ -58,7 +58,7 @@ async def end(
                     return True
                 if force:
                     await _force(client, [pod for pod in pods if _silent_machine(pod)])
-                now = list(waited_for(compute, pods))
+                now = list(reasons_to_wait(compute, pods))
                 if now != reasons:
                     reasons = now
                     say(f"{name} is ending. {' '.join(reasons)}")
@@ -72,7 +72,7 @@ async def end(
         compute, pods = await _list_remaining(client, name, uid)
         if compute is None and not pods:
             return True
-        reasons = list(waited_for(compute, pods))
+        reasons = list(reasons_to_wait(compute, pods))
     more = "" if force else f" To remove it anyway: skyproxy down {name} --force"
     raise ClusterError(
         f"{name} is not gone after {timeout_seconds:g} s; it is still being deleted. {' '.join(reasons)}{more}"
@@ -119,7 +119,7 @@ async def _force(client: ClusterClient, pods: Sequence[PodObject]) -> None:
                 raise
 
 
-def waited_for(
+def reasons_to_wait(
     compute: Mapping[str, Any] | None, pods: Sequence[PodObject], now: datetime | None = None
 ) -> Iterator[str]:
     """Yield what keeps a Compute that was deleted, a sentence each; pure.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skyproxy.errors import ClusterError, ConfigurationError
 from skyproxy.kubernetes.client import ClusterClient
-from skyproxy.kubernetes.objects import Container, NodeObject, PodObject
+from skyproxy.kubernetes.objects import NodeObject, PodContainer, PodObject
 
 _PRODUCT_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "gpu.intel.com/product")
 _MEMORY_LABEL = "nvidia.com/gpu.memory"
@@ -139,7 +139,7 @@ def _is_gpu(resource: str) -> bool:
 
 
 def _count_requested(pod: PodObject, resource: str) -> int:
-    def of(containers: Iterable[Container]) -> list[int]:
+    def of(containers: Iterable[PodContainer]) -> list[int]:
         return [int(c.get("resources", {}).get("requests", {}).get(resource, 0)) for c in containers]
 
     return max(sum(of(pod["spec"].get("containers", ()))), *of(pod["spec"].get("initContainers", ())), 0)

@@ -76,7 +76,7 @@ class Resources(TypedDict, total=False):
     requests: dict[str, str]
 
 
-class Container(TypedDict, total=False):
+class PodContainer(TypedDict, total=False):
     """A container of a Pod."""
 
     resources: Resources
@@ -87,8 +87,8 @@ class PodSpec(TypedDict, total=False):
 
     nodeName: str
     readinessGates: list[object]
-    containers: list[Container]
-    initContainers: list[Container]
+    containers: list[PodContainer]
+    initContainers: list[PodContainer]
 
 
 class PodObject(TypedDict, total=False):

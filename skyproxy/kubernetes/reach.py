@@ -43,6 +43,7 @@ class Way:
         server_name: the name in its certificate, where the url says another.
         via: "service", "gateway" or "port-forward".
         close: ends what the way goes through; idempotent.
+        check: raises ConnectError while the way is away; None, for it never says so.
     """
 
     url: str
@@ -51,6 +52,7 @@ class Way:
     server_name: str | None = None
     via: str = "service"
     close: Callable[[], None] = field(default=lambda: None, repr=False)
+    check: Callable[[], object] | None = field(default=None, repr=False)
 
 
 def _takes(way: Way) -> bool:

@@ -28,7 +28,7 @@ from skyproxy.payloads.plain import NotPlainError
 from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.plain_writing import to_plain, write_as
 from skyproxy.payloads.rebuilding import UnknownClassError
-from skyproxy.payloads.tensors import REFERENCE, Row, dressed
+from skyproxy.payloads.tensors import REFERENCE, Row, as_leaf
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.memory import Memory, memory_of
@@ -91,6 +91,12 @@ class NodeNames:
             raise SessionHeldError(
                 f"the session {name!r} has moved to {visible(answer['moved'])}: "
                 "skyproxy.connect(that address, session=...) finds it there. take=True begins a new one here."
+            )
+        if "elsewhere" in answer:
+            raise SessionHeldError(
+                f"the session {name!r} is in use, or in the memory, of another worker that has the same volume "
+                f"({visible(str(answer['elsewhere']))}). Connect there. With take=True you get what was saved of it "
+                "last, or begin a new one; that worker forgets what it has, and its client loses its session."
             )
         if "held_seconds" in answer:
             raise SessionHeldError(
@@ -257,7 +263,7 @@ class NodeNames:
             rows = msgpack.unpackb(answer["rows"])
             if len(rows) != len(looks) or len(rows) > _MOST_ROWS:
                 raise ValueError(f"{len(rows)} tensors in place of {len(looks)}")
-            tensors, slots = adopted(self._devices, self._known, looks, rows)
+            tensors, slots = adopt_value(self._devices, self._known, looks, rows)
         except (LookupError, TypeError, ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
         if not self._session.call("adopt_named", name, answer["version"], slots):
@@ -372,7 +378,7 @@ class KnownTensors:
         return tensor if tensor is not None and tensor._sky is found[1] else None
 
 
-def adopted(
+def adopt_value(
     devices: Sequence[SkyDevice], known: KnownTensors, looks: Sequence[Row], rows: Sequence[list[Any]]
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Make the tensors of one value, whose bytes the worker has.
@@ -421,7 +427,7 @@ class _Adoption:
             self._roots[min(kin)] = handle
             handle.memory = Memory(int(storage_bytes))
         self.slots.append(handle.slot)
-        return dressed(make_tensor(meta, handle), look)
+        return as_leaf(make_tensor(meta, handle), look)
 
     def _root(self, kin: list[int]) -> Handle | None:
         """The handle whose storage this is; None where none of them is here."""

@@ -11,7 +11,7 @@ import torch
 from skyproxy import torch_modes
 from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy.loading.node_models import NodeModels
-from skyproxy.loading.node_names import KnownTensors, NodeNames, adopted, checked_name, document_of
+from skyproxy.loading.node_names import KnownTensors, NodeNames, adopt_value, checked_name, document_of
 from skyproxy.session.opening import Opener
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class NodeSaves(NodeModels, NodeNames):
         for name, value in saved.items():
             looks = looks_of(name, value, by_slot)
             with torch.inference_mode(False), torch.no_grad():
-                tensors, slots = adopted(self._devices, known, looks, [by_slot[slot] for slot in value.slots])
+                tensors, slots = adopt_value(self._devices, known, looks, [by_slot[slot] for slot in value.slots])
             values[name] = tensors
             known.note(value.slots, tensors)
             pairs += [[before, now] for before, now in zip(value.slots, slots, strict=True) if now]

@@ -15,9 +15,9 @@ from skyproxy import torch_modes
 from skyproxy.errors import ConfigurationError, ProtocolError, SnapshotError, visible
 from skyproxy.loading.node_names import checked_name, open_document
 from skyproxy.payloads.tensors import REFERENCE
-from skyproxy.snapshots.documents import data, entry, refuse, rows, table, text, unpack, wholes
+from skyproxy.snapshots.documents import data, entry, refuse, rows, table, text, unpack, whole_numbers
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, check_name
-from skyproxy.snapshots.stores import Store
+from skyproxy.snapshots.stores import FileStore
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 _ON_WORKER = "worker:"
@@ -87,7 +87,8 @@ def read_names(packed: object) -> tuple[dict[str, SavedValue], torch_modes.Recor
     for name, value in table(entry(plain, "values"), "its values").items():
         document, slots = value if type(value) is list and len(value) == 2 else (None, None)
         saved[checked_name(text(name, "a name", 200))] = SavedValue(
-            data(document, "a document", MAX_NAMES_BYTES), wholes(rows(slots, "its tensors"), "a tensor", 1 << 53)
+            data(document, "a document", MAX_NAMES_BYTES),
+            whole_numbers(rows(slots, "its tensors"), "a tensor", 1 << 53),
         )
     try:
         modes = torch_modes.decode(entry(plain, "modes"), cuda=True)
@@ -124,7 +125,7 @@ def _tables(name: str, document: bytes) -> dict[str, Any]:
     return tables
 
 
-def unwritable(store: Store, error: OSError) -> SnapshotError:
+def unwritable(store: FileStore, error: OSError) -> SnapshotError:
     """Return the error for a place that cannot be written."""
     return SnapshotError(
         f"{store} cannot be written: {error.strerror or error}. What was saved there before is untouched, and the "

@@ -26,8 +26,10 @@ class Displays:
     """
 
     def __init__(self, shell: Any) -> None:
-        """Args:
-        shell: IPython's `InteractiveShell`.
+        """Make displays for one shell.
+
+        Args:
+            shell: IPython's `InteractiveShell`.
         """
         self._shell = shell
         self._fetched: tuple[object, dict[str, str]] | None = None

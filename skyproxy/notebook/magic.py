@@ -31,8 +31,10 @@ class SkyMagic:
     __doc__ = USAGE
 
     def __init__(self, shell: Any) -> None:
-        """Args:
-        shell: IPython's `InteractiveShell`.
+        """Make the magic for one shell.
+
+        Args:
+            shell: IPython's `InteractiveShell`.
         """
         self._shell = shell
         self._numbers = itertools.count(1)

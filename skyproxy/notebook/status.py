@@ -21,8 +21,10 @@ class Status:
     """Nodes, their devices and memory, and what was sent. Making it costs a round trip or two for each worker."""
 
     def __init__(self, nodes: Sequence[Node] | None = None) -> None:
-        """Args:
-        nodes: of which; by default all of this process.
+        """Ask the workers of some nodes.
+
+        Args:
+            nodes: of which; by default all of this process.
         """
         self.rows: list[tuple[str, ...]] = []
         self.notes: list[str] = []

@@ -14,9 +14,11 @@ Made = TypeVar("Made")
 _LARGE_BYTES = 1 << 20
 MAX_FORGOTTEN = 64
 """Names of ended calls that the start of another one may bring."""
+FILE_NAME = "skyproxy-payload"
+"""The name of a payload in memory that a client writes, and workers of its machine read."""
 
 
-class Head(Protocol):
+class HeadMaker(Protocol):
     """Makes the message that announces a payload, with these buffers in it."""
 
     def __call__(self, sizes: list[int], buffers: tuple[Buffer, ...]) -> Message: ...
@@ -28,7 +30,7 @@ def flat_size(piece: Buffer) -> int:
 
 
 def send_payload(
-    send: Callable[[Message], None], head: Head, call: str, number: int, pieces: Sequence[Buffer], chunk_bytes: int
+    send: Callable[[Message], None], head: HeadMaker, call: str, number: int, pieces: Sequence[Buffer], chunk_bytes: int
 ) -> None:
     """Sends the message that `head` makes, and the pieces: with it where they are small, else in `CallData` behind it.
 
@@ -62,11 +64,13 @@ class Assembly(Generic[Made]):
         allocate: Callable[[int, int], tuple[Made, memoryview]],
         max_bytes: int,
     ) -> None:
-        """Args:
-        sizes: of the pieces.
-        buffers: the pieces, if they came already; they are copied.
-        allocate: makes memory for a piece of its index and size; what it is, and a writable view of its bytes.
-        max_bytes: what the payload may have.
+        """Begin to receive a payload.
+
+        Args:
+            sizes: of the pieces.
+            buffers: the pieces, if they came already; they are copied.
+            allocate: makes memory for a piece of its index and size; what it is, and a writable view of its bytes.
+            max_bytes: what the payload may have.
 
         Raises:
             ProtocolError: the sizes cannot be, or differ from what came.

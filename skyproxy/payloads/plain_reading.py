@@ -109,16 +109,16 @@ class PlainReader:
             raise TypeError("something else in place of a string")
         return value
 
-    def made(self, value: T) -> T:
+    def note(self, value: T) -> T:
         """Take note of a value that may be named again; return it."""
         self._made.append(value)
         return value
 
-    def several(self, count: int) -> Iterable[object]:
+    def get_many(self, count: int) -> Iterable[object]:
         """Give that many values, one after another."""
         return (self.get() for _ in range(count))
 
-    def hashed(self) -> object:
+    def get_hashed(self) -> object:
         """Return a value that is about to be hashed."""
         self._hashed += 1
         value = self.get()
@@ -127,7 +127,7 @@ class PlainReader:
 
     def pairs(self, count: int) -> Iterable[tuple[Any, object]]:
         """Give that many keys and values."""
-        return ((self.hashed(), self.get()) for _ in range(count))
+        return ((self.get_hashed(), self.get()) for _ in range(count))
 
     def named_again(self) -> object:
         """Return a value that was made before."""
@@ -169,22 +169,22 @@ def _flat(content: memoryview) -> list[object]:
 
 
 def _get_list(reader: PlainReader) -> list[object]:
-    count, value = reader.number(), reader.made([])
-    for item in reader.several(count):
+    count, value = reader.number(), reader.note([])
+    for item in reader.get_many(count):
         value.append(item)
     return value
 
 
 def _get_tuple(reader: PlainReader) -> tuple[object, ...]:
     items: list[object] = []
-    for item in reader.several(reader.number()):
+    for item in reader.get_many(reader.number()):
         items.append(item)
-    return reader.made(tuple(items))
+    return reader.note(tuple(items))
 
 
 def _get_atom_dict(reader: PlainReader) -> dict[object, object]:
     count = reader.number()
-    value: dict[object, object] = reader.made({})
+    value: dict[object, object] = reader.note({})
     keys = reader.atoms(count)
     value.update(zip(keys, reader.atoms(count), strict=True))
     return value
@@ -194,7 +194,7 @@ def _filling(make: Callable[[PlainReader], Any]) -> Callable[[PlainReader], obje
     """The reader of a table that is made first, and filled then."""
 
     def read(reader: PlainReader) -> object:
-        count, value = reader.number(), reader.made(make(reader))
+        count, value = reader.number(), reader.note(make(reader))
         for key, item in reader.pairs(count):
             dict.__setitem__(value, key, item)
         return value
@@ -209,7 +209,7 @@ def _make_default_dict(reader: PlainReader) -> object:
 
 def _get_ordered_dict(reader: PlainReader) -> Any:
     count = reader.number()
-    value: collections.OrderedDict[object, object] = reader.made(collections.OrderedDict())
+    value: collections.OrderedDict[object, object] = reader.note(collections.OrderedDict())
     for key, item in reader.pairs(count):
         value[key] = item
     return value
@@ -223,20 +223,20 @@ def _get_state_dict(reader: PlainReader) -> object:
 
 def _get_set(reader: PlainReader) -> set[object]:
     count = reader.number()
-    value: set[object] = reader.made(set())
+    value: set[object] = reader.note(set())
     for _ in range(count):
-        value.add(reader.hashed())
+        value.add(reader.get_hashed())
     return value
 
 
 def _get_frozenset(reader: PlainReader) -> object:
-    return reader.made(frozenset([reader.hashed() for _ in range(reader.number())]))
+    return reader.note(frozenset([reader.get_hashed() for _ in range(reader.number())]))
 
 
 def _get_deque(reader: PlainReader) -> object:
     count, most = reader.number(), reader.atom()
-    value: collections.deque[object] = reader.made(collections.deque(maxlen=most))
-    for item in reader.several(count):
+    value: collections.deque[object] = reader.note(collections.deque(maxlen=most))
+    for item in reader.get_many(count):
         value.append(item)
     return value
 
@@ -253,7 +253,7 @@ def _get_slice(reader: PlainReader) -> slice:
 
 
 def _get_tensor(reader: PlainReader) -> torch.Tensor:
-    tensor: torch.Tensor = reader.made(reader._tensors.get(reader.number()))
+    tensor: torch.Tensor = reader.note(reader._tensors.get(reader.number()))
     for name, item in reader.pairs(reader.number()):
         if rebuilding.is_free_attribute(name):
             tensor.__dict__[name] = item
@@ -263,7 +263,7 @@ def _get_tensor(reader: PlainReader) -> torch.Tensor:
 def _get_sparse(reader: PlainReader) -> Any:
     indices, values, size, coalesced = reader.get(), reader.get(), reader.get(), reader.get()
     tensor = torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
-    return reader.made(tensor._coalesced_(True) if coalesced is True and _is_sorted(indices, size) else tensor)
+    return reader.note(tensor._coalesced_(True) if coalesced is True and _is_sorted(indices, size) else tensor)
 
 
 def _is_sorted(indices: torch.Tensor, size: Sequence[int]) -> bool:
@@ -298,7 +298,7 @@ def _get_array(reader: PlainReader) -> object:
     content = reader.buffer(reader.number())
     shape = [reader.number() for _ in range(min(reader.number(), 64))]
     place = len(reader._made)
-    reader.made(None)
+    reader.note(None)
     fortran = reader.atom()
     array = numpy.frombuffer(content, _numpy_dtype(reader)) if len(content) else None
     if array is None:
@@ -324,7 +324,7 @@ def _get_numpy_scalar(reader: PlainReader) -> object:
 
 
 def _get_namespace(reader: PlainReader) -> types.SimpleNamespace:
-    count, value = reader.number(), reader.made(types.SimpleNamespace())
+    count, value = reader.number(), reader.note(types.SimpleNamespace())
     for name, item in reader.pairs(count):
         vars(value)[str(name)] = item
     return value
@@ -332,7 +332,7 @@ def _get_namespace(reader: PlainReader) -> types.SimpleNamespace:
 
 def _get_dataclass(reader: PlainReader) -> object:
     count, module, qualname = reader.number(), reader.text(), reader.text()
-    value: object = reader.made(object.__new__(rebuilding.find_dataclass(module, qualname)))
+    value: object = reader.note(object.__new__(rebuilding.find_dataclass(module, qualname)))
     for _ in range(count):
         name = reader.text()
         rebuilding.set_field(value, name, reader.get())
@@ -341,12 +341,12 @@ def _get_dataclass(reader: PlainReader) -> object:
 
 def _get_named_tuple(reader: PlainReader) -> object:
     count, module, qualname = reader.number(), reader.text(), reader.text()
-    return reader.made(rebuilding.make_named_tuple(module, qualname, list(reader.several(count))))
+    return reader.note(rebuilding.make_named_tuple(module, qualname, list(reader.get_many(count))))
 
 
 def _get_return_type(reader: PlainReader) -> object:
     count, name = reader.number(), reader.text()
-    return reader.made(rebuilding.RETURN_TYPES[name](list(reader.several(count))))
+    return reader.note(rebuilding.RETURN_TYPES[name](list(reader.get_many(count))))
 
 
 def _get_exception(reader: PlainReader) -> Exception:
@@ -358,24 +358,24 @@ def _get_exception(reader: PlainReader) -> Exception:
         error = rebuilding.build_exception(kind, arguments, state)
     except Exception as problem:
         raise UnknownClassError(f"{module}.{qualname}: {text:.200}") from problem
-    return reader.made(error)
+    return reader.note(error)
 
 
 _READERS: dict[int, Callable[[PlainReader], object]] = {
     Code.REF: PlainReader.named_again,
     Code.LIST: _get_list,
-    Code.ATOM_LIST: lambda reader: reader.made(reader.atoms(reader.number())),
+    Code.ATOM_LIST: lambda reader: reader.note(reader.atoms(reader.number())),
     Code.TUPLE: _get_tuple,
-    Code.ATOM_TUPLE: lambda reader: reader.made(tuple(reader.atoms(reader.number()))),
+    Code.ATOM_TUPLE: lambda reader: reader.note(tuple(reader.atoms(reader.number()))),
     Code.DICT: _filling(lambda reader: {}),
     Code.ATOM_DICT: _get_atom_dict,
     Code.SET: _get_set,
     Code.FROZENSET: _get_frozenset,
     Code.BIG_INT: lambda reader: int.from_bytes(reader.atom(), "little", signed=True),
     Code.COMPLEX: lambda reader: complex(*reader.atoms(2)),
-    Code.BYTEARRAY: lambda reader: reader.made(bytearray(memoryview(reader.atom()))),
-    Code.LARGE_BYTES: lambda reader: reader.made(bytes(memoryview(reader.buffer(reader.number())))),
-    Code.LARGE_BYTEARRAY: lambda reader: reader.made(bytearray(memoryview(reader.buffer(reader.number())))),
+    Code.BYTEARRAY: lambda reader: reader.note(bytearray(memoryview(reader.atom()))),
+    Code.LARGE_BYTES: lambda reader: reader.note(bytes(memoryview(reader.buffer(reader.number())))),
+    Code.LARGE_BYTEARRAY: lambda reader: reader.note(bytearray(memoryview(reader.buffer(reader.number())))),
     Code.ORDERED_DICT: _get_ordered_dict,
     Code.STATE_DICT: _get_state_dict,
     Code.DEFAULT_DICT: _filling(_make_default_dict),

@@ -175,7 +175,7 @@ class PlainWriter:
         for value in values:
             self.hashed_part(value)
 
-    def inside(self, value: object, write: Callable[[], object]) -> None:
+    def write_parts(self, value: object, write: Callable[[], object]) -> None:
         """Write the parts of a value that can only be made once they are there."""
         self._open.add(id(value))
         try:

@@ -52,7 +52,7 @@ def _put_tuple(writer: PlainWriter, value: tuple[object, ...]) -> None:
         writer.note(value)
     else:
         writer.begin(Code.TUPLE, len(value))
-        writer.inside(value, lambda: writer.parts(value))
+        writer.write_parts(value, lambda: writer.parts(value))
 
 
 def _put_dict(writer: PlainWriter, value: dict[object, object]) -> None:
@@ -74,7 +74,7 @@ def _put_set(writer: PlainWriter, value: set[object]) -> None:
 
 def _put_frozenset(writer: PlainWriter, value: frozenset[object]) -> None:
     writer.begin(Code.FROZENSET, len(value))
-    writer.inside(value, lambda: writer.hashed_parts(value))
+    writer.write_parts(value, lambda: writer.hashed_parts(value))
 
 
 def _put_bytes(writer: PlainWriter, value: bytes) -> None:
@@ -144,7 +144,7 @@ def _put_tensor(writer: PlainWriter, value: torch.Tensor) -> None:
         if value.layout is torch.sparse_coo and type(value) is torch.Tensor:
             writer.begin(Code.SPARSE)
             parts = value._indices(), value._values(), tuple(value.shape), value.is_coalesced()
-            writer.inside(value, lambda: writer.parts(parts))
+            writer.write_parts(value, lambda: writer.parts(parts))
             return
         raise NotPlainError(f"{rebuilding.full_name(type(value))} of the layout {value.layout}", writer.path)
     writer.note(value)
@@ -189,13 +189,13 @@ def _put_named_tuple(writer: PlainWriter, value: tuple[object, ...]) -> None:
         raise NotPlainError(rebuilding.full_name(type(value)), writer.path)
     writer.begin(Code.NAMED_TUPLE, len(value))
     writer.atom(*rebuilding.name_of(type(value)))
-    writer.inside(value, lambda: writer.parts(value))
+    writer.write_parts(value, lambda: writer.parts(value))
 
 
 def _put_return_type(writer: PlainWriter, value: tuple[object, ...]) -> None:
     writer.begin(Code.RETURN_TYPE, len(value))
     writer.atom(type(value).__name__)
-    writer.inside(value, lambda: writer.parts(value))
+    writer.write_parts(value, lambda: writer.parts(value))
 
 
 def _put_exception(writer: PlainWriter, error: BaseException) -> None:
@@ -214,7 +214,7 @@ def _put_exception(writer: PlainWriter, error: BaseException) -> None:
             writer.part((_text_of(error),), ".args")
         writer.attributes(state)
 
-    writer.inside(error, write)
+    writer.write_parts(error, write)
 
 
 def _text_of(error: BaseException) -> str:

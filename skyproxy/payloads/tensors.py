@@ -163,7 +163,7 @@ class TensorReader:
             tensor = torch._conj(tensor)
         if description.negative:
             tensor = torch._neg_view(tensor)
-        return dressed(tensor, row)
+        return as_leaf(tensor, row)
 
 
 def _check_view(description: Description, content: torch.Tensor, base: Any) -> None:
@@ -209,7 +209,7 @@ def memory_for(tables: dict[str, Any], count: int) -> Callable[[int, int], tuple
     return allocate
 
 
-def dressed(tensor: torch.Tensor, row: Row) -> torch.Tensor:
+def as_leaf(tensor: torch.Tensor, row: Row) -> torch.Tensor:
     """The tensor as a leaf that wants gradients, or as a parameter, if its row says so."""
     _, _, requires_grad, is_parameter = row[:4]
     if is_parameter:

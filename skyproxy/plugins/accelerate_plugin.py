@@ -14,7 +14,7 @@ from skyproxy.runtime.lifecycle import environment
 from skyproxy.runtime.plugin import Plugin
 
 if TYPE_CHECKING:
-    from skyproxy.pools.specification import Cluster
+    from skyproxy.pools.specification import PlannedPool
     from skyproxy.providers.image import Image
 
 
@@ -49,7 +49,7 @@ class AcceleratePlugin(Plugin):
     def name(self) -> str:
         return "accelerate"
 
-    def transform(self, image: Image, cluster: Cluster) -> Image:
+    def transform(self, image: Image, cluster: PlannedPool) -> Image:
         """Adds accelerate."""
         return with_requirements(image, [requirement("accelerate", self.version)])
 

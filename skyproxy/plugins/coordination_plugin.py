@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.plugins.process_group import JOIN_TIMEOUT_SECONDS
+from skyproxy.plugins.process_group import JOIN_TIMEOUT_SECONDS, store_on_the_head
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.lifecycle import port_for
 from skyproxy.runtime.plugin import Plugin
@@ -53,20 +52,14 @@ class CoordinationPlugin(Plugin):
 
     @contextlib.contextmanager
     def _store(self, info: InstanceInfo) -> Iterator[None]:
-        from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
 
         global _meeting
         store: Any
         if info.world_size == 1:
             store = HashStore()
         else:
-            store = TCPStore(
-                info.head_addr,
-                port_for("coordination", info),
-                is_master=info.rank == 0,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self.join_timeout_seconds),
-            )
+            store = store_on_the_head(info, port_for("coordination", info), self.join_timeout_seconds)
         _meeting = _Meeting(store, info)
         try:
             yield

@@ -13,9 +13,10 @@ from skyproxy.plugins.requirements import has_cuda, requirement, with_requiremen
 from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.lifecycle import environment, port_for
 from skyproxy.runtime.plugin import Plugin
+from skyproxy.transport.addresses import is_loopback
 
 if TYPE_CHECKING:
-    from skyproxy.pools.specification import Cluster
+    from skyproxy.pools.specification import PlannedPool
     from skyproxy.providers.image import Image
 
 _SHUTDOWN_SECONDS = 10
@@ -53,7 +54,7 @@ class JaxPlugin(Plugin):
     def name(self) -> str:
         return "jax"
 
-    def transform(self, image: Image, cluster: Cluster) -> Image:
+    def transform(self, image: Image, cluster: PlannedPool) -> Image:
         """Adds jax, with its CUDA wheels where they can be used."""
         package = f"jax[{self.cuda}]" if has_cuda(cluster) else "jax"
         return with_requirements(image, [requirement(package, self.version)])
@@ -87,8 +88,11 @@ class JaxPlugin(Plugin):
             return
         shared = info.procs_per_node > 1 and info.accelerators >= info.procs_per_node
         each = info.accelerators // info.procs_per_node
+        coordinator = f"{info.head_addr}:{port_for('jax', info)}"
         jax.distributed.initialize(
-            coordinator_address=f"{info.head_addr}:{port_for('jax', info)}",
+            coordinator_address=coordinator,
+            # By default it listens on all addresses of the machine, also where all ranks are on that.
+            coordinator_bind_address=coordinator if is_loopback(info.head_addr) else None,
             num_processes=info.world_size,
             process_id=info.rank,
             local_device_ids=list(range(info.local_rank * each, (info.local_rank + 1) * each)) if shared else None,

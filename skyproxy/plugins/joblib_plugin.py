@@ -12,7 +12,7 @@ from skyproxy.plugins.requirements import requirement, with_requirements
 from skyproxy.runtime.plugin import Plugin
 
 if TYPE_CHECKING:
-    from skyproxy.pools.specification import Cluster
+    from skyproxy.pools.specification import PlannedPool
     from skyproxy.providers.image import Image
 
 
@@ -44,7 +44,7 @@ class JoblibPlugin(Plugin):
     def name(self) -> str:
         return "joblib"
 
-    def transform(self, image: Image, cluster: Cluster) -> Image:
+    def transform(self, image: Image, cluster: PlannedPool) -> Image:
         """Adds joblib."""
         return with_requirements(image, [requirement("joblib", self.version)])
 

@@ -16,7 +16,7 @@ from skyproxy.runtime.lifecycle import environment
 from skyproxy.runtime.plugin import Plugin
 
 if TYPE_CHECKING:
-    from skyproxy.pools.specification import Cluster
+    from skyproxy.pools.specification import PlannedPool
     from skyproxy.providers.image import Image
 
 _BACKENDS = ("jax", "torch", "tensorflow", "openvino", "numpy")
@@ -54,7 +54,7 @@ class KerasPlugin(Plugin):
     def name(self) -> str:
         return "keras"
 
-    def transform(self, image: Image, cluster: Cluster) -> Image:
+    def transform(self, image: Image, cluster: PlannedPool) -> Image:
         """Adds keras; the backend's own plugin brings the backend, with the right wheels."""
         return with_requirements(image, [requirement("keras", self.version)])
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.runtime.lifecycle import environment, wait_in_slices
+from skyproxy.transport.addresses import listen_on_loopback
 
 if TYPE_CHECKING:
     from skyproxy.runtime.instance import InstanceInfo
@@ -92,7 +93,7 @@ def process_group(
 
 def _meet(info: InstanceInfo, timeout_seconds: float) -> object:
     """The store on the head, once all ranks have signed in there."""
-    from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistStoreError
 
     end = time.monotonic() + timeout_seconds
     where = f"{info.head_addr}:{info.head_port}"
@@ -102,13 +103,7 @@ def _meet(info: InstanceInfo, timeout_seconds: float) -> object:
             "rank 0 does not run this task, for a function that joins a process group must go to all ranks "
             "(`task() @ pool`), or that port cannot be reached: look at firewalls and policies between the nodes."
         )
-    store = TCPStore(
-        info.head_addr,
-        info.head_port,
-        is_master=info.rank == 0,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=max(1.0, end - time.monotonic())),
-    )
+    store = store_on_the_head(info, info.head_port, max(1.0, end - time.monotonic()))
     keys = [f"{info.job}/joined/{rank}" for rank in range(info.world_size)]
     store.set(keys[info.rank], str(os.getpid()))
 
@@ -127,6 +122,21 @@ def _meet(info: InstanceInfo, timeout_seconds: float) -> object:
             "reach that address."
         )
     return store
+
+
+def store_on_the_head(info: InstanceInfo, port: int, timeout_seconds: float) -> Any:
+    """The store that rank 0 serves to all ranks. Where they are all on this machine, nobody else can connect to it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    is_head = info.rank == 0
+    return TCPStore(
+        info.head_addr,
+        port,
+        is_master=is_head,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=listen_on_loopback(info.head_addr, port) if is_head else None,
+    )
 
 
 def _listens(info: InstanceInfo, seconds: float) -> bool:

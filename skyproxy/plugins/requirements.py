@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from skyproxy.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from skyproxy.pools.specification import Cluster
+    from skyproxy.pools.specification import PlannedPool
     from skyproxy.providers.image import Image, PipIndex
 
 
@@ -63,7 +63,7 @@ def with_requirements(image: Image, packages: Sequence[str], indexes: Sequence[P
     )
 
 
-def has_cuda(cluster: Cluster) -> bool:
+def has_cuda(cluster: PlannedPool) -> bool:
     """Return whether the nodes that are to be launched have an accelerator that CUDA runs on."""
     accelerator = cluster.spec.accelerator
     return bool(accelerator is not None and accelerator.metadata.get("cuda"))

@@ -9,7 +9,7 @@ from skyproxy.plugins.joblib_plugin import JoblibPlugin
 from skyproxy.plugins.requirements import requirement, with_requirements
 
 if TYPE_CHECKING:
-    from skyproxy.pools.specification import Cluster
+    from skyproxy.pools.specification import PlannedPool
     from skyproxy.providers.image import Image
 
 
@@ -33,6 +33,6 @@ class SklearnPlugin(JoblibPlugin):
     def name(self) -> str:
         return "sklearn"
 
-    def transform(self, image: Image, cluster: Cluster) -> Image:
+    def transform(self, image: Image, cluster: PlannedPool) -> Image:
         """Adds scikit-learn, which brings joblib."""
         return with_requirements(image, [requirement("scikit-learn", self.version)])

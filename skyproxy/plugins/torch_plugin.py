@@ -15,7 +15,7 @@ from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.plugin import Plugin
 
 if TYPE_CHECKING:
-    from skyproxy.pools.specification import Cluster
+    from skyproxy.pools.specification import PlannedPool
     from skyproxy.providers.image import Image
 
 WHEELS = "https://download.pytorch.org/whl"
@@ -80,7 +80,7 @@ class TorchPlugin(Plugin):
         wanted = {"torch": self.version, "torchvision": self.vision, "torchaudio": self.audio}
         return [requirement(package, version) for package, version in wanted.items() if version is not None]
 
-    def transform(self, image: Image, cluster: Cluster) -> Image:
+    def transform(self, image: Image, cluster: PlannedPool) -> Image:
         """Adds the packages, and the index of their wheels for these packages alone."""
         from skyproxy.providers.image import PipIndex, requirement_name
 

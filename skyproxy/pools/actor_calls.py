@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ActorDiedError, ConfigurationError, SessionLostError
 from skyproxy.pools.call_options import CallOptions, Retry, is_stream
-from skyproxy.pools.job import Job
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute, warn_in_a_loop
+from skyproxy.pools.pool_task import PoolTask
 from skyproxy.pools.scheduler import Scheduler
 from skyproxy.runtime.actors import call_actor
 
@@ -107,7 +107,7 @@ def stays_here(name: str) -> ConfigurationError:
     )
 
 
-class ActorJob(Job):
+class ActorTask(PoolTask):
     """A call of an actor on its way.
 
     Attributes:
@@ -132,7 +132,7 @@ class ActorCalls(Scheduler):
         # Looked up now: finalizers run anywhere, even where its lock is held.
         self._loop = loop_thread()
 
-    def _job(self, call: PendingCompute[object]) -> Job:
+    def _task(self, call: PendingCompute[object]) -> PoolTask:
         from skyproxy.functions import Payload
 
         method: ActorMethod = call.function  # type: ignore[assignment]
@@ -142,9 +142,9 @@ class ActorCalls(Scheduler):
             raise ConfigurationError(
                 f"{method.__qualname__} cannot run on rank {options.rank}: {self.place} lives elsewhere."
             )
-        task = self.place.task(call_actor)
-        task.__qualname__ = method.__qualname__
-        payload = Payload.of(task, (self.place.identity, method.name, call.args, call.kwargs))
+        function = self.place.task(call_actor)
+        function.__qualname__ = method.__qualname__
+        payload = Payload.of(function, (self.place.identity, method.name, call.args, call.kwargs))
         if payload.session is not None and not self.place.holds(payload.session):
             raise ConfigurationError(
                 f"the arguments of {method.__qualname__} hold remote tensors that do not live with the {self.place}. "
@@ -157,62 +157,62 @@ class ActorCalls(Scheduler):
             )
         merged = CallOptions(options.timeout_seconds or ours.timeout_seconds, None, options.remote or ours.remote)
         made: PendingCompute[object] = PendingCompute(method, (), {}, merged, method.__qualname__)
-        job = ActorJob(made, payload, None, options.retry or self._retry)
-        job.keeps = method.owner
+        task = ActorTask(made, payload, None, options.retry or self._retry)
+        task.keeps = method.owner
         # A call that is made after a death knows of it; those before it waited for a state that is gone.
-        job.life = self.place.life + (self.place.life > 0 and not self.place.is_alive)
-        return job
+        task.life = self.place.life + (self.place.life > 0 and not self.place.is_alive)
+        return task
 
-    def _claim(self, job: Job) -> bool:
+    def _claim(self, task: PoolTask) -> bool:
         # Making an actor may take long, and is for the queue's own thread.
-        return self.place.is_alive and super()._claim(job)
+        return self.place.is_alive and super()._claim(task)
 
-    def _start(self, job: Job) -> None:
-        if job.future.cancelled():
-            self._release_rank(job)
+    def _start(self, task: PoolTask) -> None:
+        if task.future.cancelled():
+            self._release_rank(task)
             return
         try:
             self.place.revive()
-            if self._life_of(job) < self.place.life and not self._retries(job) and self.place.life > 1:
-                raise self.place.outlived(job.name)
+            if self._life_of(task) < self.place.life and not self._retries(task) and self.place.life > 1:
+                raise self.place.outlived_error(task.name)
         except Exception as error:
-            job.tries += 1
-            self._on_failure(job, error)
+            task.tries += 1
+            self._on_failure(task, error)
             return
-        super()._start(job)
+        super()._start(task)
 
-    def _life_of(self, job: Job) -> int:
-        return job.life if isinstance(job, ActorJob) else 0
+    def _life_of(self, task: PoolTask) -> int:
+        return task.life if isinstance(task, ActorTask) else 0
 
-    def _retries(self, job: Job) -> bool:
-        return issubclass(SessionLostError, job.retry.on) and job.retry.times > 0
+    def _retries(self, task: PoolTask) -> bool:
+        return issubclass(SessionLostError, task.retry.on) and task.retry.times > 0
 
-    def _on_failure(self, job: Job, error: BaseException) -> None:
+    def _on_failure(self, task: PoolTask, error: BaseException) -> None:
         if isinstance(error, SessionLostError) and not isinstance(error, ActorDiedError):
-            if not (self._retries(job) and job.tries <= job.retry.times and self.place.can_restart):
-                cause, error = error, self.place.death(job.name, error)
+            if not (self._retries(task) and task.tries <= task.retry.times and self.place.can_restart):
+                cause, error = error, self.place.death_error(task.name, error)
                 error.__cause__ = cause
         if isinstance(error, ActorDiedError):
-            job.tries = max(job.tries, job.retry.times + 1)  # trying again would not help
-        super()._on_failure(job, error)
+            task.tries = max(task.tries, task.retry.times + 1)  # trying again would not help
+        super()._on_failure(task, error)
 
-    def _add_lost_note(self, job: Job, error: SessionLostError) -> None:
+    def _add_lost_note(self, task: PoolTask, error: SessionLostError) -> None:
         """Nothing: the error says it all."""
 
-    def _cancel(self, job: Job) -> None:
-        super()._cancel(job)
-        if job.running is None:
-            job.keeps = None
+    def _cancel(self, task: PoolTask) -> None:
+        super()._cancel(task)
+        if task.running is None:
+            task.keeps = None
 
     def _output(self, rank: int) -> TaskOutput:
         return self.place.output()
 
-    def _check_wait(self, job: Job) -> None:
+    def _check_wait(self, task: PoolTask) -> None:
         try:
-            super()._check_wait(job)
+            super()._check_wait(task)
         except ConfigurationError:
             raise ConfigurationError(
-                f"{job.name} would wait forever: the {self.place} is busy with a stream that this program reads, and "
+                f"{task.name} would wait forever: the {self.place} is busy with a stream that this program reads, and "
                 "that goes on only when this wait is over. Take its items first: list(...); or let it run more calls "
                 "at a time, @actor(concurrency=2)."
             ) from None

@@ -38,7 +38,8 @@ class ActorPlace:
     def __init__(
         self, group: RankGroup | ElasticGroup, rank: int, name: str, identity: str, payload: Payload, max_restarts: int
     ) -> None:
-        """
+        """Make a place whose actor is not made yet.
+
         Args:
             group: the pool's.
             rank: where it is to live.
@@ -125,7 +126,7 @@ class ActorPlace:
                 self._make()
                 return
             if not self.can_restart:
-                raise self.death(None)
+                raise self.death_error(None)
             self._restarts += 1
             logger.info("skyproxy: %s is being recreated (%d of %d times)", self, self._restarts, self._max_restarts)
             try:
@@ -171,7 +172,7 @@ class ActorPlace:
             if node is not None:
                 return rank, node
 
-    def death(self, call: str | None, cause: BaseException | None = None) -> ActorDiedError:
+    def death_error(self, call: str | None, cause: BaseException | None = None) -> ActorDiedError:
         """The error for a call that the actor's death has ended, or that comes after it.
 
         Args:
@@ -189,7 +190,7 @@ class ActorPlace:
             again = f"It was recreated {self._restarts} times, as often as max_restarts says."
         return ActorDiedError(f"{what.rstrip('.')}. {again}")
 
-    def outlived(self, call: str) -> ActorDiedError:
+    def outlived_error(self, call: str) -> ActorDiedError:
         """The error for a call that waited while the actor died and was made again."""
         return ActorDiedError(
             f"{self} died while {call} waited, and was recreated: the state that this call was for is lost. "

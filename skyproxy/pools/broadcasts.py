@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from skyproxy.errors import ConfigurationError, SkyproxyError
 from skyproxy.pools.futures import PoolFuture
-from skyproxy.pools.job import closed_error
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute
+from skyproxy.pools.pool_task import closed_error
 from skyproxy.pools.restarting import Restarting, remove_checkpoints
 from skyproxy.pools.sending import begin_on_all
-from skyproxy.pools.slots import Slot, Slots
+from skyproxy.pools.slots import ProcessSlots, Slot
 from skyproxy.pools.tasks import as_task
 
 if TYPE_CHECKING:
@@ -60,11 +60,12 @@ class Broadcasts:
     def __init__(
         self,
         group: CallableGroup,
-        slots: Slots,
+        slots: ProcessSlots,
         lock: contextlib.AbstractContextManager[object],
         wake: Callable[[], object],
     ) -> None:
-        """
+        """Make the broadcasts of one scheduler.
+
         Args:
             group: the processes.
             slots: the same, as their scheduler sees them.

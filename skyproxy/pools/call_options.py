@@ -124,7 +124,7 @@ def checked_restarts(count: object) -> int:
 
 
 def refuse_restarts(call: CallSpec) -> None:
-    """Raise ConfigurationError where a call on one process has restarts, which calls on all ranks have."""
+    """Refuse restarts of a call on one process: only calls on all ranks have them."""
     if call.options.max_restarts:
         raise ConfigurationError(
             f"{call.name} has max_restarts, for `@`: all ranks begin again. For a call on one process, use "

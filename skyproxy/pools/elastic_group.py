@@ -51,7 +51,8 @@ class ElasticGroup:
     """
 
     def __init__(self, pool: str, procs_per_node: int, plugins: Sequence[Plugin] = ()) -> None:
-        """
+        """Make a group without processes.
+
         Args:
             pool: the pool's name, unique among those that share workers.
             procs_per_node: of every node.

@@ -9,8 +9,8 @@ from skyproxy.errors import SessionLostError
 from skyproxy.pools.call_options import CallOptions, Retry
 from skyproxy.pools.elastic_group import ElasticGroup
 from skyproxy.pools.futures import PoolFuture
-from skyproxy.pools.job import Job, lost_rank
 from skyproxy.pools.pending import PendingCompute
+from skyproxy.pools.pool_task import PoolTask, lost_rank
 from skyproxy.pools.scheduler import Scheduler
 from skyproxy.pools.slots import Demand
 
@@ -27,7 +27,8 @@ class ElasticScheduler(Scheduler):
         max_processes: int,
         on_demand: Callable[[], object],
     ) -> None:
-        """
+        """Make the queue of an elastic pool.
+
         Args:
             group: the processes.
             concurrency: single calls that each runs at a time.
@@ -48,11 +49,11 @@ class ElasticScheduler(Scheduler):
             self._on_demand()
         return future
 
-    def _on_failure(self, job: Job, error: BaseException) -> None:
-        rank = job.rank
+    def _on_failure(self, task: PoolTask, error: BaseException) -> None:
+        rank = task.rank
         if isinstance(error, SessionLostError) and rank is not None and self._group.node_of(rank) is None:
             self.lose_ranks([rank])
-        super()._on_failure(job, error)
+        super()._on_failure(task, error)
 
     def add_ranks(self, ranks: Collection[int]) -> None:
         """Processes have come, and can be used."""
@@ -77,21 +78,21 @@ class ElasticScheduler(Scheduler):
     def lose_ranks(self, ranks: Collection[int]) -> None:
         """Processes are gone. The calls that they ran end by themselves; those that only they could run fail now."""
         with self._lock:
-            stranded = [job for slot in self._slots.remove(ranks) for job in slot.queue]
+            stranded = [task for slot in self._slots.remove(ranks) for task in slot.queue]
             self._waiting -= len(stranded)
             self._on_demand()
-        for job in stranded:
-            job.future.fail(lost_rank(job))
+        for task in stranded:
+            task.future.fail(lost_rank(task))
 
     def fail_waiting(self, error: Exception) -> None:
         """End the calls that wait for any process, and the broadcasts: none will come."""
         with self._lock:
-            jobs = list(self._queued)
+            tasks = list(self._queued)
             self._queued.clear()
-            self._waiting -= len(jobs)
+            self._waiting -= len(tasks)
             broadcasts = self._broadcasts.forget()
-        for job in jobs:
-            job.future.fail(error)
+        for task in tasks:
+            task.future.fail(error)
         for future in broadcasts:
             future.fail(error)
 
@@ -102,12 +103,12 @@ class ElasticScheduler(Scheduler):
             broadcasts = len(self._broadcasts) > 0
             return Demand(idle, self._slots.free(), len(self._queued), broadcasts)
 
-    def _send_elsewhere(self, job: Job) -> None:
+    def _send_elsewhere(self, task: PoolTask) -> None:
         """A call that its process never saw, because it was gone."""
-        job.tries -= 1
-        assert job.rank is not None
-        self.lose_ranks([job.rank])  # first, or it would be given the same process again
-        self._requeue(job)
+        task.tries -= 1
+        assert task.rank is not None
+        self.lose_ranks([task.rank])  # first, or it would be given the same process again
+        self._requeue(task)
 
     def _rank_of(self, options: CallOptions) -> int | None:
         if options.on != "head":

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _LOOK_SECONDS = 0.2
 
 
-class Place(Protocol):
+class ScriptPool(Protocol):
     """The pool, as a script needs it."""
 
     def submit_call(self, call: PendingCompute[T]) -> PoolFuture[T]:
@@ -46,8 +46,9 @@ class ElasticScript:
     which counts as a restart as well.
     """
 
-    def __init__(self, pool: Place, script: Script, timeout_seconds: float | None, start_seconds: float) -> None:
-        """
+    def __init__(self, pool: ScriptPool, script: Script, timeout_seconds: float | None, start_seconds: float) -> None:
+        """Prepare a run; `run` begins it.
+
         Args:
             pool: has the nodes.
             script: with `nodes`, the limits.

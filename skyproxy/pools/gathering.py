@@ -25,7 +25,7 @@ _CANCELLED = -1
 _STARTED = -2
 
 
-class Group(Protocol):
+class GatheredRanks(Protocol):
     """The ranks, as a task on them sees them. `RankGroup` is one."""
 
     @property
@@ -51,7 +51,7 @@ class Gathering:
 
     def __init__(
         self,
-        group: Group,
+        group: GatheredRanks,
         infos: Sequence[InstanceInfo],
         calls: dict[int, Call],
         timeout_seconds: float | None,

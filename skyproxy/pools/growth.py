@@ -36,7 +36,8 @@ class Nodes:
     idle_seconds: float
 
     def __init__(self, minimum: int, maximum: int, *, idle: float | str = 60.0) -> None:
-        """
+        """Set the limits of a pool.
+
         Args:
             minimum: 0 or more.
             maximum: 1 or more, and not below the minimum.
@@ -104,7 +105,8 @@ class Growth:
     """
 
     def __init__(self, limits: Nodes, slots_per_node: int) -> None:
-        """
+        """Make the rule of one pool.
+
         Args:
             limits: of the pool.
             slots_per_node: single calls that a node runs at a time.

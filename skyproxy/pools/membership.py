@@ -26,7 +26,7 @@ _LOOK_SECONDS = 1.0
 """The longest time between two looks at whether all nodes are alive."""
 
 
-class Queue(Protocol):
+class CallQueue(Protocol):
     """The scheduler, as the membership needs it."""
 
     def add_ranks(self, ranks: Collection[int]) -> None:
@@ -98,7 +98,8 @@ class Membership:
         slots_per_node: int,
         report: Report,
     ) -> None:
-        """
+        """Make the membership of one pool; `begin` starts its nodes.
+
         Args:
             source: of the nodes.
             spec: of the whole pool.
@@ -116,7 +117,7 @@ class Membership:
         self._group = group
         self._growth = Growth(limits, slots_per_node)
         self._report = report
-        self._queue: Queue | None = None
+        self._queue: CallQueue | None = None
         self._on_join: Callable[[PoolNode], object] = lambda node: None
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -153,7 +154,7 @@ class Membership:
         """Start the first nodes, as many as there must be, or none of them."""
         await run_all_or_none(self._add(number) for number in range(self._limits.minimum))
 
-    def begin(self, queue: Queue, on_join: Callable[[PoolNode], object]) -> None:
+    def begin(self, queue: CallQueue, on_join: Callable[[PoolNode], object]) -> None:
         """Follow the queue from now on."""
         self._queue, self._on_join = queue, on_join
         for node in self.nodes.values():

@@ -21,7 +21,8 @@ class TaskOutput:
     """
 
     def __init__(self, rank: int | None) -> None:
-        """
+        """Show the output of one task.
+
         Args:
             rank: of the process; None for a pool of one.
         """

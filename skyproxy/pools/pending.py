@@ -329,8 +329,7 @@ def gather(*calls: object) -> PendingGroup[*tuple[object, ...]]:
         if not isinstance(call, PendingCompute | PendingGroup):
             raise TypeError(
                 f"gather(): argument {position + 1} is a {type(call).__name__}, not a call of a function "
-                "decorated with "
-                "@compute. Pass f(x), not f and not its result."
+                "decorated with @compute. Pass f(x), not f and not its result."
             )
         parts += call.calls if isinstance(call, PendingGroup) else [call]
     return PendingGroup(parts)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.functions.scripts import Script, describe_script, packed_for, run_script
+from skyproxy.functions.scripts import Script, describe_script, pack_for, run_script
 from skyproxy.pools.actor_calls import ActorMethod
 from skyproxy.pools.call_options import CallOptions, Retry
 from skyproxy.pools.futures import PoolFuture
@@ -273,7 +273,7 @@ class PoolCalls:
         """The second half of `torchrun`, for a script that was described before there was a pool."""
         shares_files = all(endpoint.shares_files for endpoint in self.launched.endpoints)
         limits = self._script_limits(script)
-        packed = replace(packed_for(script, shares_files=shares_files), nodes=limits)
+        packed = replace(pack_for(script, shares_files=shares_files), nodes=limits)
         if limits is not None:
             from skyproxy.pools.elastic_script import ElasticScript
 

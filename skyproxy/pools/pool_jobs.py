@@ -13,7 +13,7 @@ from skyproxy.runtime.lifecycle import free_ports
 
 if TYPE_CHECKING:
     from skyproxy.jobs.job import Job
-    from skyproxy.jobs.submitting import Place
+    from skyproxy.jobs.submitting import JobWorker
     from skyproxy.node import Node
 
 
@@ -74,9 +74,9 @@ class PoolJobs:
         if kwargs:
             raise ConfigurationError(f"a script takes no {', '.join(kwargs)}=; arguments follow its name.")
         from skyproxy.jobs.options import JobOptions
-        from skyproxy.jobs.submitting import described, submit_script
+        from skyproxy.jobs.submitting import script_of_target, submit_script
 
-        script = described(target, args, module=module, nproc_per_node=nproc_per_node, env=env)
+        script = script_of_target(target, args, module=module, nproc_per_node=nproc_per_node, env=env)
         options = JobOptions(name, max_restarts, grace_seconds, env or {})
         return submit_script(script, job_places(self), options, torchrun=True)
 
@@ -106,7 +106,7 @@ class PoolJobs:
         return Job(name, [node._job_place().open_connection for node in found], trusted=place.trusted)
 
 
-def job_places(pool: PoolJobs) -> list[Place]:
+def job_places(pool: PoolJobs) -> list[JobWorker]:
     """Return the first process of each node, with its place for torchrun and a port of this job's own."""
     infos = [pool.rank_info(rank) for rank in range(len(pool.nodes))]
     (port,) = pool.nodes[0].submit(free_ports, 1, results="value").result()

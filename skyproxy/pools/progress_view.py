@@ -35,7 +35,8 @@ class ProgressView:
     """Shows the last step of every node while the `with` block runs, if standard error is a terminal."""
 
     def __init__(self, title: str, show: bool | None = None) -> None:
-        """
+        """Make the view of one pool.
+
         Args:
             title: what comes up.
             show: whether to draw; by default on a terminal, unless the settings say no.

@@ -30,8 +30,7 @@ def provisioned(target: Callable[..., object], options: Mapping[str, Any]) -> Ca
     if "node" not in signature.parameters:
         raise ConfigurationError(
             f"@compute({', '.join(options)}) on {target.__name__}: it has no parameter `node` to take the worker. "
-            "Write "
-            f"async def {target.__name__}(node, ...); or use a bare @compute and say where: "
+            f"Write async def {target.__name__}(node, ...); or use a bare @compute and say where: "
             f"{target.__name__}(...) >> pool."
         )
     others = [parameter for name, parameter in signature.parameters.items() if name != "node"]

@@ -36,12 +36,14 @@ class Restarting:
         on_end: Callable[[str], object],
         settings: Settings = SETTINGS,
     ) -> None:
-        """Args:
-        begin: begins the call on all processes, with this beside it, and returns the future of their results.
-        future: gets the outcome; cancelling it ends the attempt, and there is no other.
-        max_restarts: how often it is begun again at most.
-        on_end: called when it is over, with the name of the folder for checkpoints.
-        settings: the pause before the first restart.
+        """Prepare a broadcast; `start` begins its first attempt.
+
+        Args:
+            begin: begins the call on all processes, with this beside it, and returns the future of their results.
+            future: gets the outcome; cancelling it ends the attempt, and there is no other.
+            max_restarts: how often it is begun again at most.
+            on_end: called when it is over, with the name of the folder for checkpoints.
+            settings: the pause before the first restart.
         """
         self.checkpoints = f"skyproxy-checkpoints-{secrets.token_hex(16)}"
         self._begin = begin

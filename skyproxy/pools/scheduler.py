@@ -17,10 +17,10 @@ from skyproxy.errors import ConfigurationError, LimitExceededError, SessionLostE
 from skyproxy.pools.broadcasts import Broadcasts
 from skyproxy.pools.call_options import CallOptions, Retry, refuse_restarts
 from skyproxy.pools.futures import PoolFuture
-from skyproxy.pools.job import Job, StreamItems, closed_error, lost_rank, whoever_calls
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute
-from skyproxy.pools.slots import Slot, Slots
+from skyproxy.pools.pool_task import PoolTask, StreamItems, closed_error, current_caller, lost_rank
+from skyproxy.pools.slots import ProcessSlots, Slot
 from skyproxy.pools.tasks import as_task
 from skyproxy.runtime.call_groups import GroupTask
 from skyproxy.settings import SETTINGS
@@ -56,10 +56,10 @@ class Scheduler:
         self._max_queued_calls = max_queued_calls
         self._lock = threading.RLock()  # a stream can be dropped, and say so, wherever the collector runs
         self._work = threading.Condition(self._lock)
-        self._slots = Slots(group.members, concurrency)
-        self._queued: deque[Job] = deque()
+        self._slots = ProcessSlots(group.members, concurrency)
+        self._queued: deque[PoolTask] = deque()
         self._waiting = 0
-        self._running: dict[Job, Slot] = {}
+        self._running: dict[PoolTask, Slot] = {}
         self._broadcasts = Broadcasts(group, self._slots, self._lock, self._wake)
         self._contexts: dict[int, tuple[dict[str, object], SentContext]] = {}
         self._closed = False
@@ -127,7 +127,7 @@ class Scheduler:
         actor = getattr(call.function, "__skyproxy_calls__", self)
         if actor is not self:
             return self._submit_to(actor, call)
-        job = self._job(call)
+        task = self._task(call)
         with self._lock:
             self._check_open()
             if self._waiting >= self._max_queued_calls:
@@ -135,14 +135,14 @@ class Scheduler:
                     f"{self._waiting} calls are already waiting in this pool. Wait for some of them, use pool.map, or "
                     "raise SKYPROXY_MAX_QUEUED_CALLS."
                 )
-            job.future.on_cancel(lambda: self._cancel(job))
-            job.future.before_wait = lambda: self._check_wait(job)
-            chosen = self._claim(job)
+            task.future.on_cancel(lambda: self._cancel(task))
+            task.future.before_wait = lambda: self._check_wait(task)
+            chosen = self._claim(task)
             if not chosen:
-                self._enqueue(job)
+                self._enqueue(task)
         if chosen:
-            self._start(job)
-        return job.future
+            self._start(task)
+        return task.future
 
     def _submit_to(self, actor: Any, call: PendingCompute[object]) -> PoolFuture[object]:
         """A call of an actor's method, which waits in the actor's own queue."""
@@ -152,7 +152,7 @@ class Scheduler:
         future: PoolFuture[object] = actor.submit(call)
         return future
 
-    def _job(self, call: PendingCompute[object]) -> Job:
+    def _task(self, call: PendingCompute[object]) -> PoolTask:
         from skyproxy.functions import Payload
 
         options = call.options
@@ -172,32 +172,32 @@ class Scheduler:
                     "x.to(pool.nodes[k].device(...)), or pass x.cpu()."
                 )
             rank = home
-        return Job(call, payload, rank, options.retry or self._retry)
+        return PoolTask(call, payload, rank, options.retry or self._retry)
 
     def _rank_of(self, options: CallOptions) -> int | None:
         """Return the rank that a call must run on; None for any."""
         return options.rank
 
-    def _claim(self, job: Job) -> bool:
-        """Return whether the job has a process now; with the lock held."""
+    def _claim(self, task: PoolTask) -> bool:
+        """Return whether the task has a process now; with the lock held."""
         slot: Slot | None
-        if job.pinned is not None:
-            slot = self._slots.get(job.pinned)
-            if slot is None or slot.busy >= self._slots.concurrency or (slot.queue and not job.tries):
+        if task.pinned is not None:
+            slot = self._slots.get(task.pinned)
+            if slot is None or slot.busy >= self._slots.concurrency or (slot.queue and not task.tries):
                 return False  # or others came first
-        elif self._queued and not job.tries:
+        elif self._queued and not task.tries:
             return False
         else:
             slot = self._slots.next_free()
             if slot is None:
                 return False
-        self._occupy(job, slot)
+        self._occupy(task, slot)
         return True
 
-    def _occupy(self, job: Job, slot: Slot) -> None:
+    def _occupy(self, task: PoolTask, slot: Slot) -> None:
         slot.busy += 1
-        job.rank = slot.rank
-        self._running[job] = slot
+        task.rank = slot.rank
+        self._running[task] = slot
 
     def _ranks(self) -> str:
         """The ranks that are there, for people."""
@@ -206,36 +206,36 @@ class Scheduler:
             return f"{len(ranks)}: 0 to {len(ranks) - 1}"
         return f"{len(ranks)} now: {', '.join(map(str, ranks))}" if ranks else "none at this moment"
 
-    def _check_wait(self, job: Job) -> None:
-        """Raise where a job waits for processes that only its own waiter can set free.
+    def _check_wait(self, task: PoolTask) -> None:
+        """Raise where a task waits for processes that only its own waiter can set free.
 
         Raises:
             ConfigurationError: all that could run it are held by streams which the caller is in the midst of.
         """
-        reader = whoever_calls()
+        reader = current_caller()
         with self._lock:
-            if job in self._running or job.future.done():
+            if task in self._running or task.future.done():
                 return
-            if job.pinned is None and len(self._slots) < self._max_processes:
+            if task.pinned is None and len(self._slots) < self._max_processes:
                 return  # another process will come
-            slots = [slot for slot in self._slots if job.pinned in (None, slot.rank)]
+            slots = [slot for slot in self._slots if task.pinned in (None, slot.rank)]
             for slot in slots:
                 if sum(stream.reader == reader for stream in slot.streams) < self._slots.concurrency:
                     return
             alone = len(self._slots) == 1
         where = "the pool's only process" if alone else f"rank {', '.join(str(slot.rank) for slot in slots)}"
-        job.future.cancel()
+        task.future.cancel()
         raise ConfigurationError(
-            f"{job.name} would wait forever: {where} is busy with a stream that this program reads, and that goes on "
+            f"{task.name} would wait forever: {where} is busy with a stream that this program reads, and that goes on "
             "only when this wait is over. Take its items first: list(...); or let a process run more calls at "
             "a time, Compute(concurrency=2), or the pool have more of them."
         )
 
-    def _enqueue(self, job: Job, first: bool = False) -> None:
-        """Has a job wait; with the lock held."""
-        slot = None if job.pinned is None else self._slots.get(job.pinned)
+    def _enqueue(self, task: PoolTask, first: bool = False) -> None:
+        """Has a task wait; with the lock held."""
+        slot = None if task.pinned is None else self._slots.get(task.pinned)
         queue = self._queued if slot is None else slot.queue
-        (queue.appendleft if first else queue.append)(job)
+        (queue.appendleft if first else queue.append)(task)
         self._waiting += 1
         if slot is None:
             self._on_demand()
@@ -254,19 +254,19 @@ class Scheduler:
         """
         while True:
             with self._work:
-                job = self._next_job()
-                begin = None if job is not None else self._broadcasts.next()
-                if job is None and begin is None:
+                task = self._next_task()
+                begin = None if task is not None else self._broadcasts.next()
+                if task is None and begin is None:
                     if self._closed:
                         return
                     self._work.wait()
                     continue
-            if job is not None:
-                self._start(job)
+            if task is not None:
+                self._start(task)
             elif begin is not None:
                 begin()
 
-    def _next_job(self) -> Job | None:
+    def _next_task(self) -> PoolTask | None:
         if self._waiting > len(self._queued):
             for slot in self._slots:
                 if slot.queue and slot.busy < self._slots.concurrency:
@@ -275,67 +275,67 @@ class Scheduler:
             return self._pop(self._queued, free)
         return None
 
-    def _pop(self, queue: deque[Job], slot: Slot) -> Job:
-        job = queue.popleft()
+    def _pop(self, queue: deque[PoolTask], slot: Slot) -> PoolTask:
+        task = queue.popleft()
         self._waiting -= 1
-        self._occupy(job, slot)
-        return job
+        self._occupy(task, slot)
+        return task
 
-    def _start(self, job: Job) -> None:
-        """Sends a job to the process it has claimed."""
-        assert job.rank is not None
-        if job.future.cancelled():
-            self._release_rank(job)
+    def _start(self, task: PoolTask) -> None:
+        """Sends a task to the process it has claimed."""
+        assert task.rank is not None
+        if task.future.cancelled():
+            self._release_rank(task)
             return
-        job.tries += 1
-        job.future.rank = job.rank
+        task.tries += 1
+        task.future.rank = task.rank
         begun: list[Call] = []
         try:
             self._group.ensure()
-            node = self._group.node_of(job.rank)
+            node = self._group.node_of(task.rank)
             if node is None:
-                self._send_elsewhere(job)
+                self._send_elsewhere(task)
                 return
-            output = self._output(job.rank)
-            with telemetry.inside(job.span):
+            output = self._output(task.rank)
+            with telemetry.as_parent(task.span):
                 call = node.submit_payload(
-                    job.payload,
+                    task.payload,
                     on_output=output.write,
-                    timeout=job.timeout_seconds,
-                    name=job.name,
-                    results=job.results,
-                    isolate=job.isolate,
-                    context=self._context(job.rank),
+                    timeout=task.timeout_seconds,
+                    name=task.name,
+                    results=task.results,
+                    isolate=task.isolate,
+                    context=self._context(task.rank),
                     quiet=True,
                     begun=begun,
                 )
         except Exception as error:
-            self._on_failure(job, error)
+            self._on_failure(task, error)
             return
         except BaseException:
             for sent in begun:
                 sent.cancel()
-            self._release_rank(job)
-            job.future.cancel()
+            self._release_rank(task)
+            task.future.cancel()
             raise
-        job.running = call
-        job.future.on_cancel(lambda: self._cancel(job))
-        call.add_done_callback(lambda call: self._on_done(job, call, output))
+        task.running = call
+        task.future.on_cancel(lambda: self._cancel(task))
+        call.add_done_callback(lambda call: self._on_done(task, call, output))
 
-    def _on_done(self, job: Job, call: Call, output: TaskOutput) -> None:
+    def _on_done(self, task: PoolTask, call: Call, output: TaskOutput) -> None:
         """A call has ended; on a thread that reads what a worker sends."""
-        if not call.is_light or job.is_stream:
-            self._submit_result(self._on_end, job, call, output)
+        if not call.is_light or task.is_stream:
+            self._submit_result(self._on_end, task, call, output)
             return
         try:
             value = call.result()
         except BaseException:  # its own state is not what its worker reported
-            self._submit_result(self._on_end, job, call, output)
+            self._submit_result(self._on_end, task, call, output)
             return
         output.finish()
-        self._release_rank(job)
-        if not job.future.settle_alone(value):
-            self._submit_result(job.future.settle, value)
+        self._release_rank(task)
+        if not task.future.settle_alone(value):
+            self._submit_result(task.future.settle, value)
 
     def _submit_result(self, function: Callable[..., None], *args: object) -> None:
         try:
@@ -346,65 +346,65 @@ class Scheduler:
     def _output(self, rank: int) -> TaskOutput:
         return TaskOutput(rank if self._max_processes > 1 else None)
 
-    def _on_end(self, job: Job, call: Call, output: TaskOutput) -> None:
+    def _on_end(self, task: PoolTask, call: Call, output: TaskOutput) -> None:
         try:
             value = call.result()
         except CancelledError:
             output.finish()
-            self._release_rank(job)
-            job.future.cancel()
+            self._release_rank(task)
+            task.future.cancel()
             return
         except BaseException as error:
             output.finish()
-            self._on_failure(job, error)
+            self._on_failure(task, error)
             return
-        if job.is_stream:
+        if task.is_stream:
             with self._lock:
                 # The process stays in use. But nothing here may hold the items, or dropping them would end nothing.
-                slot = self._running.pop(job)
-            future, job.future = job.future, PoolFuture(job.name)
-            job.running = job.keeps = None
+                slot = self._running.pop(task)
+            future, task.future = task.future, PoolFuture(task.name)
+            task.running = task.keeps = None
             items = StreamItems(value, partial(self._stream_ended, slot, call, output))
             with self._lock:
                 slot.streams.add(items)
             future.settle(items)
             return
         output.finish()
-        self._release_rank(job)
-        job.future.settle(value)
+        self._release_rank(task)
+        task.future.settle(value)
 
-    def _on_failure(self, job: Job, error: BaseException) -> None:
-        rank = job.rank
-        if job.tries <= job.retry.times and isinstance(error, job.retry.on) and not job.future.done():
-            pause = job.retry.backoff_seconds * 2 ** (job.tries - 1)
-            logger.info("skyproxy: %s failed on rank %s (%s), retrying in %.1f s", job.name, rank, error, pause)
-            timer = threading.Timer(pause, self._requeue, (job,))
+    def _on_failure(self, task: PoolTask, error: BaseException) -> None:
+        rank = task.rank
+        if task.tries <= task.retry.times and isinstance(error, task.retry.on) and not task.future.done():
+            pause = task.retry.backoff_seconds * 2 ** (task.tries - 1)
+            logger.info("skyproxy: %s failed on rank %s (%s), retrying in %.1f s", task.name, rank, error, pause)
+            timer = threading.Timer(pause, self._requeue, (task,))
             timer.daemon = True
             timer.start()
             return
         if isinstance(error, SessionLostError):
-            self._add_lost_note(job, error)
-        self._release_rank(job)
-        job.future.fail(error)
+            self._add_lost_note(task, error)
+        self._release_rank(task)
+        task.future.fail(error)
 
-    def _add_lost_note(self, job: Job, error: SessionLostError) -> None:
+    def _add_lost_note(self, task: PoolTask, error: SessionLostError) -> None:
         error.add_note(
-            f"{job.name} was running on rank {job.rank} of {len(self._group.members)}. Retry(...) would run it again."
+            f"{task.name} was running on rank {task.rank} of {len(self._group.members)}. Retry(...) would run it again."
         )
 
-    def _requeue(self, job: Job) -> None:
+    def _requeue(self, task: PoolTask) -> None:
         error: Exception | None = None
         with self._lock:
-            self._release(job)
-            job.running = None
+            self._release(task)
+            task.running = None
             if self._closed:
                 error = closed_error()
-            elif job.pinned is not None and job.pinned not in self._slots:
-                error = lost_rank(job)
+            elif task.pinned is not None and task.pinned not in self._slots:
+                error = lost_rank(task)
             else:
-                self._enqueue(job, first=True)
+                self._enqueue(task, first=True)
         if error is not None:
-            job.future.fail(error)
+            task.future.fail(error)
 
     def _stream_ended(self, slot: Slot, call: Call, output: TaskOutput) -> None:
         call.cancel()
@@ -418,32 +418,32 @@ class Scheduler:
     def _on_demand(self) -> None:
         """A call waits for any process; with the lock held. A pool that can grow does so."""
 
-    def _send_elsewhere(self, job: Job) -> None:
+    def _send_elsewhere(self, task: PoolTask) -> None:
         """A call whose process has gone for good before the call was sent."""
-        self._on_failure(job, SessionLostError(f"rank {job.rank} is gone."))
+        self._on_failure(task, SessionLostError(f"rank {task.rank} is gone."))
 
-    def _release(self, job: Job) -> None:
-        slot = self._running.pop(job, None)
+    def _release(self, task: PoolTask) -> None:
+        slot = self._running.pop(task, None)
         if slot is not None:
             slot.release()
 
-    def _release_rank(self, job: Job) -> None:
-        """The job's process is free again."""
-        job.running = job.keeps = None
+    def _release_rank(self, task: PoolTask) -> None:
+        """The task's process is free again."""
+        task.running = task.keeps = None
         with self._lock:
-            self._release(job)
+            self._release(task)
             if self._waiting:
                 self._wake()
 
-    def _cancel(self, job: Job) -> None:
-        if job.running is not None:
-            job.running.cancel()
+    def _cancel(self, task: PoolTask) -> None:
+        if task.running is not None:
+            task.running.cancel()
             return
         with self._lock:
-            slot = None if job.pinned is None else self._slots.get(job.pinned)
+            slot = None if task.pinned is None else self._slots.get(task.pinned)
             for queue in (self._queued, *(() if slot is None else (slot.queue,))):
-                if job in queue:
-                    queue.remove(job)
+                if task in queue:
+                    queue.remove(task)
                     self._waiting -= 1
 
     def stream(self, call: PendingCompute[object]) -> Iterator[object]:
@@ -480,15 +480,15 @@ class Scheduler:
             if self._closed:
                 return
             self._closed = True
-            left = [*self._queued, *(job for slot in self._slots for job in slot.queue), *self._running]
+            left = [*self._queued, *(task for slot in self._slots for task in slot.queue), *self._running]
             broadcasts = self._broadcasts.close()
             self._queued.clear()
             for slot in self._slots:
                 slot.queue.clear()
             self._waiting = 0
             self._work.notify_all()
-        for job in left:
-            job.future.cancel()
+        for task in left:
+            task.future.cancel()
         for future in broadcasts:
             future.cancel()
         self._result_executor.shutdown(wait=False)

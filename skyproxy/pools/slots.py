@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from skyproxy.pools.job import Job, StreamItems
+    from skyproxy.pools.pool_task import PoolTask, StreamItems
 
 
 class Slot:
@@ -29,7 +29,7 @@ class Slot:
         self.rank = rank
         self.busy = 0
         self.broadcasts = 0
-        self.queue: deque[Job] = deque()
+        self.queue: deque[PoolTask] = deque()
         self.streams: weakref.WeakSet[StreamItems] = weakref.WeakSet()
         self.used_at = time.monotonic()
 
@@ -49,7 +49,7 @@ class Slot:
         self.used_at = time.monotonic()
 
 
-class Slots:
+class ProcessSlots:
     """All processes of a pool, by rank. Whoever uses them holds the scheduler's lock."""
 
     def __init__(self, ranks: Iterable[int], concurrency: int) -> None:

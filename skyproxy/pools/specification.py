@@ -18,7 +18,7 @@ _GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True)
-class Cluster:
+class PlannedPool:
     """The pool to be made, as plugins' `transform` sees it.
 
     Attributes:
@@ -92,12 +92,11 @@ def transformed(spec: WorkerSpec, plugins: Sequence[Plugin]) -> WorkerSpec:
     before = image
     for plugin in with_wishes:
         with reporting(plugin, "transform"):
-            image = plugin.transform(image, Cluster(replace(spec, image=image)))
+            image = plugin.transform(image, PlannedPool(replace(spec, image=image)))
         if not isinstance(image, Image):
             raise ConfigurationError(
                 f"the plugin {type(plugin).__name__} returned a {type(image).__name__} from transform; it must "
-                "return an "
-                "Image. Use image.replace(...)."
+                "return an Image. Use image.replace(...)."
             )
     return spec if image == before else replace(spec, image=image)
 

@@ -47,9 +47,8 @@ class NotAValue:
         def __lt__(self, other: object) -> NoReturn:
             self._explain(
                 "`<`",
-                "The pool goes on the right: f() > pool. Python reads `a > pool > b` as `(a > pool) and (pool > "
-                "b)`: write "
-                "one comparison per line.",
+                "The pool goes on the right: f() > pool. Python reads `a > pool > b` as `(a > pool) and (pool > b)`: "
+                "write one comparison per line.",
             )
 
         def __ge__(self, other: object) -> NoReturn:

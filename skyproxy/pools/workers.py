@@ -158,8 +158,7 @@ async def check_software(launched: Launched, nodes: Sequence[Node]) -> None:
         if missing:
             raise ConfigurationError(
                 f"rank {rank} lacks {', '.join(missing)}, which the image or a plugin asks for, and this provider "
-                "installs "
-                "nothing. Install it where that worker runs, or build it into its container image."
+                "installs nothing. Install it where that worker runs, or build it into its container image."
             )
 
 

@@ -10,7 +10,7 @@ READINGS = 16
 """Round trips of which the shortest counts."""
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """An estimate of how far a worker's clock is ahead of ours.
 
     Attributes:
@@ -24,7 +24,7 @@ class Reading(NamedTuple):
     error_ns: int
 
 
-def read_clock(ask: Callable[[], int], own: Callable[[], int] = time.time_ns) -> Reading:
+def read_clock(ask: Callable[[], int], own: Callable[[], int] = time.time_ns) -> ClockReading:
     """Reads another clock by round trips, as NTP does (RFC 5905).
 
     The answer was given some time between the question and its arrival. If it was given halfway, the offset is right;
@@ -34,14 +34,14 @@ def read_clock(ask: Callable[[], int], own: Callable[[], int] = time.time_ns) ->
         ask: gives the other clock, in nanoseconds.
         own: gives ours.
     """
-    best: Reading | None = None
+    best: ClockReading | None = None
     for _ in range(READINGS):
         before = own()
         theirs = ask()
         after = own()
         half = (after - before + 1) // 2
         if best is None or half < best.error_ns:
-            best = Reading(before + half, theirs - (before + half), half)
+            best = ClockReading(before + half, theirs - (before + half), half)
     assert best is not None
     return best
 
@@ -53,7 +53,7 @@ class Clock:
         error_ns: by how much a time may be wrong that is brought over, at most, if both clocks run evenly.
     """
 
-    def __init__(self, first: Reading, last: Reading) -> None:
+    def __init__(self, first: ClockReading, last: ClockReading) -> None:
         self.first = first
         self.last = last
         self.error_ns = max(first.error_ns, last.error_ns)

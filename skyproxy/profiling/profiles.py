@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 
 from skyproxy import torch_codec
 from skyproxy.errors import ConfigurationError, SessionLostError
-from skyproxy.profiling.clock import Clock, Reading, read_clock
+from skyproxy.profiling.clock import Clock, ClockReading, read_clock
 from skyproxy.profiling.timeline import Side, Timeline, merge
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES
@@ -35,11 +35,11 @@ class _Profiled:
     def __init__(self, session: Session, names: list[str], shapes: bool, stacks: bool) -> None:
         self.session = session
         self.names = names
-        self.first: Reading = self._read()
+        self.first: ClockReading = self._read()
         session.call("profile_start", shapes, stacks)
         self.trace = session.start_trace()
 
-    def _read(self) -> Reading:
+    def _read(self) -> ClockReading:
         return read_clock(lambda: int(self.session.call("clock")))
 
     def finish(self) -> Side | None:

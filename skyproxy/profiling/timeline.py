@@ -21,7 +21,7 @@ _BATCH = re.compile(r"batch (\d+)")
 _OPS = frozenset({"cpu_op"})
 _SPANS = frozenset({"cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
 _GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 Interval = tuple[float, float]
 
 
@@ -67,7 +67,7 @@ class Timeline:
     """
 
     def __init__(self, total_microseconds: float) -> None:
-        self._events: list[Event] = []
+        self._events: list[TraceEvent] = []
         self._clocks: list[dict[str, Any]] = []
         self._total = total_microseconds
         self._recording: list[Interval] = []
@@ -110,14 +110,14 @@ class Timeline:
         )
         zero = (clock.first.at_ns - started_ns) / 1e3
 
-        def ours(worker_ns: float) -> float:
+        def on_our_clock(worker_ns: float) -> float:
             return zero + clock.to_client(worker_ns) / 1e3
 
         base = side.trace.get("baseTimeNanoseconds", 0)
-        batches: dict[int, Event] = {}
+        batches: dict[int, TraceEvent] = {}
         on_host: list[Interval] = []
         on_device: list[Interval] = []
-        for event in self._measure(side.trace, worker, lambda ts: ours(base + ts * 1e3)):
+        for event in self._measure(side.trace, worker, lambda ts: on_our_clock(base + ts * 1e3)):
             match = _BATCH.fullmatch(event["name"])
             if match:
                 batches[int(match.group(1))] = event
@@ -126,10 +126,15 @@ class Timeline:
                 self._ops[event["name"]].append(event["dur"])
         # Where there is a GPU, the host's operations only start its kernels.
         self._busy[side.name] = on_device or on_host
-        self._add_wire(side, wire, batches, started_ns, ours)
+        self._add_wire(side, wire, batches, started_ns, on_our_clock)
 
     def _add_wire(
-        self, side: Side, wire: int, batches: dict[int, Event], started_ns: int, ours: Callable[[float], float]
+        self,
+        side: Side,
+        wire: int,
+        batches: dict[int, TraceEvent],
+        started_ns: int,
+        on_our_clock: Callable[[float], float],
     ) -> None:
         flying = self._flying.setdefault(side.name, [])
         for span in side.session.spans:
@@ -154,22 +159,22 @@ class Timeline:
         left: dict[int, int] = {request: at_ns for request, at_ns in side.replies}  # noqa: C416
         for request, came_ns in side.session.replies:
             if request in left:
-                start, end = ours(left[request]), (came_ns - started_ns) / 1e3
+                start, end = on_our_clock(left[request]), (came_ns - started_ns) / 1e3
                 self._overlapping(wire, 2, f"reply {request}", start, max(end, start))
                 flying.append((start, end))
         for row_number, name in enumerate(("batches out", "replies in", "uploads", "downloads"), 1):
             self._name(wire, name, row_number)
 
-    def _measure(self, trace: dict[str, Any], pid: int, ours: Callable[[float], float]) -> Iterable[Event]:
+    def _measure(self, trace: dict[str, Any], pid: int, on_our_clock: Callable[[float], float]) -> Iterable[TraceEvent]:
         """A profiler's events, on our clock and in the row `pid`; gives the spans."""
         for event in trace["traceEvents"]:
             if not isinstance(event.get("pid"), int) or not isinstance(event.get("ts"), int | float):
                 continue  # the profiler's own notes on itself
             if event["ph"] == "M" and event["name"].startswith("process_"):
                 continue
-            moved = {**event, "pid": pid, "ts": ours(event["ts"])}
+            moved = {**event, "pid": pid, "ts": on_our_clock(event["ts"])}
             if "dur" in event:
-                moved["dur"] = ours(event["ts"] + event["dur"]) - moved["ts"]
+                moved["dur"] = on_our_clock(event["ts"] + event["dur"]) - moved["ts"]
             if event["ph"] in "sft":
                 moved["id"] = f"{pid}.{event.get('id')}"
             self._events.append(moved)
@@ -194,7 +199,7 @@ class Timeline:
         both = {"pid": pid, "tid": tid, "cat": "wire", "name": name, "id": f"{pid}.{tid}.{name}.{start}"}
         self._events += [{**both, "ph": "b", "ts": start}, {**both, "ph": "e", "ts": end}]
 
-    def _arrow(self, name: str, source: Event, start: float, target: Event) -> None:
+    def _arrow(self, name: str, source: TraceEvent, start: float, target: TraceEvent) -> None:
         both = {"cat": "wire", "name": "batch", "id": name}
         self._events.append({**both, "ph": "s", "pid": source["pid"], "tid": source["tid"], "ts": start})
         place = {"pid": target["pid"], "tid": target["tid"], "ts": max(target["ts"], start)}
@@ -226,7 +231,7 @@ class Timeline:
         return "\n".join(lines)
 
 
-def _interval(event: Event) -> Interval:
+def _interval(event: TraceEvent) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 

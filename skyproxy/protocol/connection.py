@@ -37,7 +37,7 @@ class State(enum.Enum):
     ENDED = "after a Goodbye"
 
 
-class SentBatch(NamedTuple):
+class CountedBatch(NamedTuple):
     """A batch that was handed over.
 
     Attributes:
@@ -106,7 +106,7 @@ class Connection:
         self._peer = WORKER if role == CLIENT else CLIENT
         # From the last acknowledged batch to the newest, never empty. Because every figure below comes from this one
         # queue, appending to it is all that it takes to commit a batch, and an interrupt cannot leave them at odds.
-        self._batches: deque[SentBatch] = deque([SentBatch(0, 0)])
+        self._batches: deque[CountedBatch] = deque([CountedBatch(0, 0)])
         self.last_answer: Message | None = None
         self._keeps = False
         # The last entry that is not kept any more, and those behind it: as with the batches, never empty.
@@ -193,7 +193,7 @@ class Connection:
         if self.state is not State.OPEN or self.kind != OPERATIONS or sequence < 0:
             raise ProtocolError(f"Batches of an open operations connection are counted, not from {sequence}.")
         batches = self._batches
-        batches.append(SentBatch(sequence, batches[-1].total_bytes))
+        batches.append(CountedBatch(sequence, batches[-1].total_bytes))
         while len(batches) > 1:  # never empty, because other threads read it
             batches.popleft()
 
@@ -206,7 +206,7 @@ class Connection:
         newest = self._batches[-1]
         sequence: int = message.sequence  # type: ignore[attr-defined]
         if sequence == newest.sequence + 1:
-            self._batches.append(SentBatch(sequence, newest.total_bytes + frame_bytes, message))
+            self._batches.append(CountedBatch(sequence, newest.total_bytes + frame_bytes, message))
         elif message is not newest.message:
             raise ProtocolError(f"Batch {sequence} cannot follow batch {newest.sequence}.")
 
@@ -268,7 +268,7 @@ class Connection:
                 if message is newest.message:
                     return None
                 raise ProtocolError(f"Batch {sequence} cannot follow batch {newest.sequence}.")
-            return self._batches.append, SentBatch(sequence, newest.total_bytes + frame_bytes, message)
+            return self._batches.append, CountedBatch(sequence, newest.total_bytes + frame_bytes, message)
         if kind in ANSWERS:
             return self._note_answer, (message, frame_bytes)
         self._check(message)
@@ -288,7 +288,7 @@ class Connection:
             sequence: int = message.sequence  # type: ignore[attr-defined]
             if sequence != newest.sequence + 1:
                 raise ProtocolError(f"Batch {sequence} came after batch {newest.sequence}; none may be missing.")
-            self._batches.append(SentBatch(sequence, newest.total_bytes + frame_bytes))
+            self._batches.append(CountedBatch(sequence, newest.total_bytes + frame_bytes))
             return
         if kind in ANSWERS:
             self._answers[-1] = KeptAnswer(self._answers[-1].number + 1, 0, None)

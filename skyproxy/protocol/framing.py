@@ -166,7 +166,7 @@ def _shorten(value: int) -> str:
     return str(value) if abs(value) < 10**40 else f"of {value.bit_length()} bits"
 
 
-class Head:
+class DecodedHead:
     """A message whose buffers are still to come.
 
     Attributes:
@@ -208,7 +208,7 @@ def header_size(prefix: Buffer, max_frame_bytes: int) -> int:
     return PREFIX_BYTES + length
 
 
-def decode_head(start: Buffer, max_frame_bytes: int) -> Head:
+def decode_head(start: Buffer, max_frame_bytes: int) -> DecodedHead:
     """Reads all of a frame but its buffers.
 
     Args:
@@ -241,7 +241,7 @@ def decode_head(start: Buffer, max_frame_bytes: int) -> Head:
             wanted = getattr(hint, "__supertype__", hint)
             wanted = wanted.__name__ if get_origin(wanted) is None else wanted
             raise _error(layout, f"its {name} should be {wanted}, and what came as {kind} is not")
-    head = Head(layout, values, lengths, end)
+    head = DecodedHead(layout, values, lengths, end)
     if head.frame_bytes > max_frame_bytes:
         raise _error(layout, f"the frame has {head.frame_bytes:,} bytes; the limit is {max_frame_bytes:,}")
     return head

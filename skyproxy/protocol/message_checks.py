@@ -139,4 +139,4 @@ VALUE_CHECKS: dict[type[Message], Callable[[Any], None]] = {
     JobAnswer: _check_job_answer,
     Goodbye: _check_goodbye,
 }
-"""By the class of a message: raises ProtocolError where its values cannot be."""
+"""A check for each class of messages: it raises ProtocolError where the values are impossible."""

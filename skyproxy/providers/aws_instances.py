@@ -78,7 +78,7 @@ class Instances:
         return f"/skyproxy/{self._name}"
 
     def store_secrets(self, env: dict[str, str]) -> None:
-        """Put what only the instances may know where they fetch it.
+        """Store the secrets of this launch in SSM, where the instances fetch them.
 
         Raises:
             ConfigurationError: it is too much for a parameter.

@@ -14,7 +14,7 @@ _HIDDEN = ("PYTHONPATH", "PYTHONHOME")
 
 
 async def run_command(command: Sequence[str], purpose: str, without: Sequence[str] = ()) -> str:
-    """Runs a program and gives what it wrote; cancelling the task kills it.
+    """Run a program and return what it wrote to its standard output; cancelling the task kills it.
 
     Args:
         command: the program and its arguments. No secret belongs there: everybody on the machine can read them.
@@ -30,22 +30,22 @@ async def run_command(command: Sequence[str], purpose: str, without: Sequence[st
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.PIPE,  # apart: warnings are no answer
             env=environment,
         )
     except OSError as error:
         raise WorkerStartError(f"cannot {purpose}: {command[0]}: {error}") from error
     try:
-        output, _ = await process.communicate()
+        output, problem = await process.communicate()
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await asyncio.shield(process.wait())
         raise
-    text = output.decode(errors="replace").strip()
     if process.returncode != 0:
+        text = (output + problem).decode(errors="replace").strip()
         end = "\n".join(text.splitlines()[-_SHOWN_LINES:])
         raise WorkerStartError(
             f"cannot {purpose}: `{' '.join(command)}` exited with status {process.returncode}.\n{end}"
         )
-    return text
+    return output.decode(errors="replace").strip()

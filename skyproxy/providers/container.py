@@ -10,16 +10,16 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers.all_or_none import run_all_or_none
 from skyproxy.providers.base import Endpoint, Launched, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.commands import run_command
-from skyproxy.providers.container_engine import CONFINEMENT
+from skyproxy.providers.container_engine import CONFINEMENT, gpu_options
 from skyproxy.providers.container_image import container_image
 from skyproxy.providers.image import Image
-from skyproxy.providers.local import devices_of_node, until_it_listens
+from skyproxy.providers.local import devices_of_node, wait_for_worker
 from skyproxy.providers.single_nodes import OneByOne
 from skyproxy.runtime.instance import LOCAL_HEAD_PORT, POOL_VARIABLE, InstanceInfo, Peer
 from skyproxy.session.local_worker import LocalWorker
@@ -52,7 +52,8 @@ class Container:
     name = "container"
 
     def __init__(self, *, cli: str | None = None, shared_memory: str = "2g") -> None:
-        """
+        """Choose the engine, and what containers may use.
+
         Args:
             cli: "docker", "podman" or the path of one; by default the first of them that is installed.
             shared_memory: the size of /dev/shm, which data loaders and NCCL need.
@@ -119,11 +120,11 @@ class Container:
                 f"Container() needs {cli or 'docker or podman'}, which is not installed. Install it, or use Local()."
             )
         try:
-            await run_command([cli, "info", "--format", "{{json .ID}}"], "reach the container engine")
+            await run_command([cli, "ps", "--quiet"], "reach the container engine")
         except WorkerStartError as error:
             raise ConfigurationError(
                 f"Container(): {cli} is installed, but its engine does not answer: {error}\nStart it (systemctl start "
-                f"docker, or Docker Desktop), see that `{cli} info` works for you, or use Local()."
+                f"docker, or Docker Desktop), see that `{cli} ps` works for you, or use Local()."
             ) from error
         return cli
 
@@ -170,10 +171,10 @@ class Containers:
     async def _start_rank(self, rank: int, report: Report) -> None:
         # Values go through the client's environment: arguments can be read by everybody on the machine.
         variables = self._variables(rank)
-        command = self._command(rank, variables)
+        command = self._command(rank, variables, await self._gpu_options(rank))
         worker = LocalWorker("auto", SETTINGS, command=command, environment={**os.environ, **variables}, wait=False)
         self._workers[rank] = worker
-        await until_it_listens(worker, self._spec.timeout_seconds, f"rank {rank}, container {self._container(rank)}")
+        await wait_for_worker(worker, self._spec.timeout_seconds, f"rank {rank}, container {self._container(rank)}")
         node, local_rank = divmod(rank, self._spec.procs_per_node)
         published = await run_command(
             [self._cli, "port", self._container(rank - local_rank), f"{_PORT + local_rank}/tcp"],
@@ -186,9 +187,16 @@ class Containers:
         node, local_rank = divmod(rank, self._spec.procs_per_node)
         return f"{self._name}-{node}" + (f"-{local_rank}" if local_rank else "")
 
-    def _command(self, rank: int, variables: Mapping[str, str]) -> list[str]:
+    async def _gpu_options(self, rank: int) -> list[str]:
+        if not self._gpus:
+            return []
+        node = rank // self._spec.procs_per_node
+        devices = devices_of_node(self._spec.first_node + node, self._spec.of_nodes or self._spec.nodes)
+        return await gpu_options(self._cli, None, devices)
+
+    def _command(self, rank: int, variables: Mapping[str, str], gpus: Sequence[str]) -> list[str]:
         spec = self._spec
-        node, local_rank = divmod(rank, spec.procs_per_node)
+        local_rank = rank % spec.procs_per_node
         command = [self._cli, "run", "--rm", "--interactive", "--init", "--name", self._container(rank)]
         command += ["--label", f"skyproxy.pool={spec.name}", *CONFINEMENT]
         if local_rank:
@@ -204,12 +212,7 @@ class Containers:
             command += ["--cpus", plain_text(quantity(spec.resources["cpu"], "cpu") / spec.procs_per_node)]
         if "memory" in spec.resources:
             command += ["--memory", str(size_bytes(spec.resources["memory"], "memory") // spec.procs_per_node)]
-        if self._gpus:
-            devices = devices_of_node(spec.first_node + node, spec.of_nodes or spec.nodes)
-            if "podman" in os.path.basename(self._cli):
-                command += [part for device in devices or ["all"] for part in ("--device", f"nvidia.com/gpu={device}")]
-            else:
-                command += ["--gpus", f'"device={",".join(devices)}"' if devices else "all"]
+        command += gpus
         for volume in spec.volumes:
             command += ["--volume", f"skyproxy-{volume.name}:{volume.path}"]
         for path in self._image.included_paths():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import os
 import shutil
 import tarfile
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.providers.commands import run_command
 
 ENGINE_VARIABLE = "SKYPROXY_CONTAINER_ENGINE"
 LABEL = "skyproxy.dev/worker"
 _KNOWN = ("docker", "podman")
 _SECONDS = 600.0
 """For one command: the first start of an image pulls it."""
-
+_MOST_READ_BYTES = 1 << 20
 
 HOME_FOLDER = "/home/worker"
 CONFINEMENT = (
@@ -35,6 +37,25 @@ CONFINEMENT = (
 )
 """Options of every container, so that a function in it can do no more than one in a Pod of the operator: no
 capabilities, nothing that gives more of them, and nothing to write but a home, temporary files and volumes."""
+
+
+async def gpu_options(executable: str, count: int | None, devices: Sequence[str] = ()) -> list[str]:
+    """Return the options that give a container GPUs, in the words of this engine.
+
+    Args:
+        executable: docker or podman. One that is called docker can be podman.
+        count: how many GPUs; None for all of the machine.
+        devices: certain ones, by number or name, in place of a count.
+
+    Raises:
+        WorkerStartError: the engine does not say what it is.
+    """
+    if "podman" in (await run_command([executable, "--version"], "ask the container engine who it is")).lower():
+        named = devices or (["all"] if count is None else [str(number) for number in range(count)])
+        return [part for device in named for part in ("--device", f"nvidia.com/gpu={device}")]  # names of CDI
+    if devices:
+        return ["--gpus", f'"device={",".join(devices)}"']
+    return ["--gpus", "all" if count is None else str(count)]
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,9 @@ class ContainerEngine:
         Raises:
             WorkerStartError: it failed; with what it said.
         """
+        return (await self._run(*arguments, data=data, env=env)).decode(errors="replace")
+
+    async def _run(self, *arguments: str, data: bytes | None = None, env: Mapping[str, str] | None = None) -> bytes:
         try:
             process = await asyncio.create_subprocess_exec(
                 self.executable,
@@ -95,7 +119,7 @@ class ContainerEngine:
             said = problem.decode(errors="replace").strip()
             hint = " Is its daemon running, and may you use it?" if "daemon" in said.lower() else ""
             raise WorkerStartError(f"{os.path.basename(self.executable)} {arguments[0]} failed: {said}{hint}")
-        return output.decode(errors="replace")
+        return output
 
     async def start(
         self,
@@ -133,6 +157,24 @@ class ContainerEngine:
         folder, _, file = path.rpartition("/")
         await self.call("cp", "-", f"{name}:{folder}", data=_archive(file, text))
 
+    async def read(self, name: str, path: str) -> str | None:
+        """Return what a file in a container says, whether that runs or not; None where there is none."""
+        try:
+            content = await self._run("cp", f"{name}:{path}", "-")
+            with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+                file = archive.extractfile(archive.next() or tarfile.TarInfo())
+                return file.read(_MOST_READ_BYTES).decode(errors="replace") if file is not None else None
+        except (WorkerStartError, tarfile.TarError, KeyError):
+            return None
+
+    async def stop(self, name: str, seconds: float) -> None:
+        """Ask what runs in a container to end, and wait; after so many seconds it is killed. The container stays."""
+        await self.call("stop", "-t", str(math.ceil(seconds)), name)
+
+    async def restart(self, name: str) -> None:
+        """Start a container that has ended, with all that was written in it."""
+        await self.call("start", name)
+
     async def inspect(self, name: str) -> dict[str, Any] | None:
         """Return what the engine knows of a container; None where there is none."""
         try:
@@ -144,8 +186,9 @@ class ContainerEngine:
         return dict(rows[0]) if rows else None
 
     async def names(self) -> list[str]:
-        """The workers that have a container here, by the label that names them."""
-        listed = await self.call("ps", "--all", "--filter", f"label={LABEL}", "--format", f'{{{{.Label "{LABEL}"}}}}')
+        """Return the names of all containers that hold workers which outlive their starter, running or not."""
+        # Podman of before 4.4 cannot print a label.
+        listed = await self.call("ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}")
         return sorted(line.strip() for line in listed.splitlines() if line.strip())
 
     async def logs(self, name: str, tail: int = 40) -> str:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from skyproxy.errors import WorkerStartError
 from skyproxy.providers.commands import run_command
 from skyproxy.providers.container_engine import HOME_FOLDER
 from skyproxy.providers.environments import install_steps
@@ -34,7 +35,8 @@ async def container_image(cli: str, image: Image, *, gpus: bool) -> str:
     """
     image = _with_defaults(image, gpus)
     packages = _packages()
-    text = containerfile(image)
+    assert image.base is not None, "there is a default"
+    text = containerfile(image, await _user_of(cli, image.base))
     sources = hashlib.sha256()
     for folder in packages:
         for path in sorted(folder.rglob("*.py")):
@@ -53,9 +55,18 @@ async def container_image(cli: str, image: Image, *, gpus: bool) -> str:
     return tag
 
 
-def containerfile(image: Image) -> str:
-    """The steps of the build; those that seldom change come first."""
-    lines = [f"FROM {image.base}", "ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1"]
+def containerfile(image: Image, user: str = "") -> str:
+    """Return the steps of the build; those that seldom change come first.
+
+    Args:
+        image: what is wanted, with a base.
+        user: who runs in containers of the base; "" for root.
+    """
+    lines = [
+        f"FROM {image.base}",
+        "USER 0",
+        "ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1",
+    ]
     if image.apt:
         install = "apt-get update && apt-get install -y --no-install-recommends"
         lines.append(f"RUN {install} {' '.join(sorted(image.apt))} && rm -rf /var/lib/apt/lists/*")
@@ -66,7 +77,18 @@ def containerfile(image: Image) -> str:
     # Whoever the user in the container is: all else is read-only there.
     lines.append(f"RUN mkdir -p -m 1777 {HOME_FOLDER}")
     lines += [f"COPY skyproxy-source {_SOURCE}", f"ENV PYTHONPATH={_SOURCE} PYTHONDONTWRITEBYTECODE=1"]
+    lines += [f"USER {user}"] if user else []
     return "\n".join(lines) + "\n"
+
+
+async def _user_of(cli: str, base: str) -> str:
+    """Return the user that an image names, which is pulled where it is not there; "" where it names none."""
+    look = [cli, "image", "inspect", "--format", "{{.Config.User}}", base]
+    try:
+        return await run_command(look, "look at the image's base")
+    except WorkerStartError:
+        await run_command([cli, "pull", "--quiet", base], "pull the image's base")
+        return await run_command(look, "look at the image's base")
 
 
 def _with_defaults(image: Image, gpus: bool) -> Image:

@@ -222,7 +222,7 @@ def _give_up(worker: DetachedWorker) -> None:
     if worker.process_id != os.getpid():
         with contextlib.suppress(PermissionError):
             end(worker.process_id, worker.identity, _END_GRACE_SECONDS, signal.SIGINT)
-    if any(worker.snapshots.glob("*/*")) or any(worker.folder.glob("jobs/*/*")):
+    if any(worker.snapshots.glob("*/*/snapshot-*")) or any(worker.folder.glob("jobs/*/*")):
         gone = replace(worker, process_id=0, identity="")
         _write(gone, worker.folder)
         write_private(worker.folder / _REPORT, json.dumps({"text": "it could not be started again"}) + "\n")

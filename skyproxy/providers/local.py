@@ -45,7 +45,8 @@ class Local:
     name = "local"
 
     def __init__(self, *, device: str = "auto", isolated: bool = False, cache: str | Path | None = None) -> None:
-        """
+        """Choose the devices and the environment of workers.
+
         Args:
             device: what workers offer: "auto" (CUDA where there is any), "cpu" or "cuda".
             isolated: whether an image gets an environment without this program's packages. Otherwise what this program
@@ -173,7 +174,7 @@ class LocalWorkers:
             **python,
         )
         self._workers[rank] = worker
-        await until_it_listens(worker, self._spec.timeout_seconds, f"rank {rank}")
+        await wait_for_worker(worker, self._spec.timeout_seconds, f"rank {rank}")
         report(
             Progress("running", rank // self._spec.procs_per_node, f"rank {rank} listens (process {worker.process_id})")
         )
@@ -319,7 +320,7 @@ def _processes(count: int) -> str:
     return "one process" if count == 1 else f"{count} processes"
 
 
-async def until_it_listens(worker: LocalWorker, timeout_seconds: float, name: str) -> None:
+async def wait_for_worker(worker: LocalWorker, timeout_seconds: float, name: str) -> None:
     """Wait for a worker that was started without waiting, and end it where the wait is cancelled.
 
     Raises:

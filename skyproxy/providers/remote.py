@@ -117,8 +117,7 @@ class Remote:
         if wanted:
             raise ConfigurationError(
                 f"Remote() uses workers that are already running, and cannot give them {', '.join(wanted)}. Set that "
-                "where they "
-                "are started."
+                "where they are started."
             )
         report(Progress("bootstrapping", None, f"using {len(self.urls)} workers that are already running"))
         tokens = self._tokens or [self._current_token()] * len(self.urls)

@@ -8,7 +8,7 @@ from skyproxy.node import Node
 from skyproxy.nodes import connect, list_nodes
 from skyproxy.providers.detached import local_address
 from skyproxy.providers.program_control import PROGRAM_CONTROL
-from skyproxy.providers.waking import FoundWay, PlainWay, wake_if_suspended, waker
+from skyproxy.providers.waking import FoundWay, PlainWay, wake_if_suspended, waker, way_over_ssh
 from skyproxy.transport.trust import client_context
 
 
@@ -100,9 +100,8 @@ def _find_ssh(context: Context) -> FoundWay:
             f"there is no record of the worker {context.name!r} any more. Start it again: skyproxy up ssh://HOST; or "
             f"forget it: skyproxy context remove {context.name}"
         )
-    tunnel, token = worker.open()
-    way = PlainWay(tunnel.url, token, close=tunnel.close)
-    return FoundWay(way, lambda: (worker.token(), None), check=tunnel.check)
+    way = way_over_ssh(worker)
+    return FoundWay(way, lambda: (worker.token(), None), check=way.check)
 
 
 def move_node(node: Node, name: str) -> None:

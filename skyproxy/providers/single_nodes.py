@@ -34,7 +34,8 @@ class OneByOne:
     """Nodes that are launched as pools of one, which every provider can."""
 
     def __init__(self, provider: Provider, spec: WorkerSpec) -> None:
-        """
+        """Make a source of single nodes.
+
         Args:
             provider: launches them.
             spec: of the whole pool.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from skyproxy.contexts import MAX_NAME_LENGTH, checked_name, installation_id, state_folder, write_private
-from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError
+from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError, WorkerStartError
 from skyproxy.providers.ssh_connection import EnvironmentRemovedError, SshTarget, Tunnel, call
 from skyproxy.settings import SETTINGS
 
@@ -74,8 +74,11 @@ class SshWorker:
                 f"{self.name}"
             ) from error
 
-    def open(self) -> tuple[Tunnel, str]:
+    def open(self, *, wakes: bool = False) -> tuple[Tunnel, str]:
         """Open a tunnel to it; return that and the worker's token.
+
+        Args:
+            wakes: whether it is brought back where it was suspended.
 
         Raises:
             ConfigurationError: its token file is gone.
@@ -83,6 +86,10 @@ class SshWorker:
         """
         token = self.token()
         found = self.ask("status")
+        if found.get("suspended") is not None:
+            if not wakes:
+                raise ConnectError(f"the worker {self.name!r} is suspended. Bring it back: skyproxy resume {self.name}")
+            found = self.resume()
         if not found["alive"] or not found["port"]:
             last = f" The end of its log:\n{found.get('log')}\n" if found.get("log") else " "
             raise ConnectError(
@@ -95,6 +102,30 @@ class SshWorker:
     def url(self) -> str:
         """The host as `skyproxy up` takes it."""
         return self.target.url
+
+    def suspend(self, timeout_seconds: float) -> str:
+        """Have its sessions saved, and end it; return what became of them.
+
+        Raises:
+            ConnectError: the host cannot be reached.
+            WorkerStartError: it does not run, or does not end.
+        """
+        return str(self.ask("suspend", timeout_seconds=timeout_seconds)["text"] or "")
+
+    def resume(self) -> dict[str, Any]:
+        """Start it again where it was suspended, or has ended otherwise; return how it is then.
+
+        Raises:
+            ConnectError: the host cannot be reached.
+            WorkerStartError: it did not come up, or there is nothing of it any more.
+        """
+        try:
+            return self.ask("resume", timeout_seconds=SETTINGS.worker_start_timeout_seconds)
+        except EnvironmentRemovedError as error:
+            raise WorkerStartError(
+                f"what was installed for the worker {self.name!r} is no longer on {self.target.shown}; its sessions "
+                f"are. Install it again, and bring it back: skyproxy up {self.url} --name {self.name}"
+            ) from error
 
     def rotate_token(self) -> None:
         """Give it another token; it accepts the one before for a while."""

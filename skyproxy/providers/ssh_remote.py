@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path.home() / ".cache" / "skyproxy" / "ssh"
+_REPORT = "suspended.json"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
 _OWN_END_SECONDS = 30.0
@@ -41,7 +42,7 @@ print(json.dumps({"torch": torch, "folders": [p for p in sys.path if p.endswith(
 """
 
 
-class RemoteError(Exception):
+class HostError(Exception):
     """A failure, in one word for the client and in words for people."""
 
     def __init__(self, code: str, text: str) -> None:
@@ -62,7 +63,7 @@ def install(request: dict[str, Any], stream: IO[bytes]) -> dict[str, Any]:
     looked = look(request, stream)
     wheel = stream.read(request["wheel_bytes"])
     if hashlib.sha256(wheel).hexdigest() != request["wheel"]:
-        raise RemoteError("install", "the package arrived incomplete")
+        raise HostError("install", "the package arrived incomplete")
     folder = ROOT / "environments" / looked["environment"]
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _lock(folder.with_suffix(".lock")):
@@ -102,36 +103,89 @@ def start(request: dict[str, Any], _: IO[bytes]) -> dict[str, Any]:
     folder = ROOT / "workers" / request["name"]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not (ROOT / "environments" / request["environment"] / "finished").exists():
-        raise RemoteError("removed", "what was installed was removed again")
+        raise HostError("removed", "what was installed was removed again")
     with _lock(folder / "lock"):
         if _is_alive(folder):
-            raise RemoteError("exists", f"a worker {request['name']!r} is already running there")
-        for old in ("port", "worker.json", "worker.log"):
-            (folder / old).unlink(missing_ok=True)
+            raise HostError("exists", f"a worker {request['name']!r} is already running there")
+        (folder / "worker.log").unlink(missing_ok=True)
         _write(folder / "token", request["token"] + "\n")
-        python = ROOT / "environments" / request["environment"] / "bin" / "python"
-        command = [str(python), "-P", "-m", "skyproxy_server", "--host", "127.0.0.1", "--port", "0"]
-        command += ["--port-file", str(folder / "port"), "--token-file", str(folder / "token")]
-        command += ["--jobs", str(folder / "jobs"), *request["arguments"]]
-        log = os.open(folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            env={**os.environ, **request["env"]},
-            start_new_session=True,
-        )
-        os.close(log)
-        row = {"pid": process.pid, "identity": _identity(process.pid), "environment": request["environment"]}
-        _write(folder / "worker.json", json.dumps(row))
-        try:
-            _await_port(process, folder, request["timeout_seconds"])
-        except BaseException:  # the client's interrupt among them
-            _end(folder)
-            raise
+        _start(folder, {key: request[key] for key in ("environment", "arguments", "env")}, request["timeout_seconds"])
     return status(request, _)
+
+
+def _start(folder: Path, row: dict[str, Any], timeout_seconds: float) -> None:
+    """Start the worker of a folder, whose lock is ours; what another one has left there is this one's.
+
+    Args:
+        folder: of the worker.
+        row: its environment, its arguments and its variables.
+        timeout_seconds: for it to listen.
+    """
+    for old in ("port", _REPORT):
+        (folder / old).unlink(missing_ok=True)
+    (folder / "snapshots").mkdir(mode=0o700, exist_ok=True)
+    python = ROOT / "environments" / row["environment"] / "bin" / "python"
+    command = [str(python), "-P", "-m", "skyproxy_server", "--host", "127.0.0.1", "--port", "0"]
+    command += ["--port-file", str(folder / "port"), "--token-file", str(folder / "token")]
+    command += ["--snapshots", str(folder / "snapshots"), "--suspend-report", str(folder / _REPORT)]
+    command += ["--jobs", str(folder / "jobs"), *row["arguments"]]
+    log = os.open(folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd="/",
+        env={**os.environ, **row["env"]},
+        start_new_session=True,
+    )
+    os.close(log)
+    # With all that another one like it needs, for it may be suspended.
+    _write(folder / "worker.json", json.dumps({**row, "pid": process.pid, "identity": _identity(process.pid)}))
+    try:
+        _await_port(process, folder, timeout_seconds)
+    except BaseException:  # the client's interrupt among them
+        _end(folder)
+        raise
+
+
+def suspend(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
+    """Have a worker save its sessions, and end it; tell what became of them."""
+    folder = ROOT / "workers" / request["name"]
+    if not _is_alive(folder):
+        raise HostError("gone", f"the worker {request['name']!r} does not run")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(_record(folder)["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + request["timeout_seconds"]
+    while _is_alive(folder):
+        if time.monotonic() > deadline:
+            raise HostError("stop", f"it has not ended within {request['timeout_seconds']:.0f} s")
+        time.sleep(_POLL_SECONDS)
+    return {"text": _suspension_text(folder)}
+
+
+def resume(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
+    """Start a worker again that was suspended, or has ended otherwise; one that runs is left alone."""
+    folder = ROOT / "workers" / request["name"]
+    if not folder.exists():
+        raise HostError("gone", "there is nothing of it any more, and what it held is gone with it")
+    with _lock(folder / "lock"):
+        if not _is_alive(folder):
+            row = _record(folder)
+            if "arguments" not in row:
+                raise HostError("gone", "it was started by an older skyproxy, which kept nothing to start it again")
+            if not (ROOT / "environments" / row["environment"] / "finished").exists():
+                raise HostError("removed", "what was installed was removed")
+            _start(folder, row, request["timeout_seconds"])
+    return status(request, _)
+
+
+def _suspension_text(folder: Path) -> str | None:
+    """Return what became of the sessions of a worker that was suspended, for people; None where none was."""
+    try:
+        return str(json.loads((folder / _REPORT).read_text())["text"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _await_port(process: subprocess.Popen[bytes], folder: Path, timeout_seconds: float) -> None:
@@ -139,7 +193,7 @@ def _await_port(process: subprocess.Popen[bytes], folder: Path, timeout_seconds:
     while not (folder / "port").exists():
         if process.poll() is not None or time.monotonic() > deadline:
             how = "did not listen in time" if process.returncode is None else f"ended with {process.returncode}"
-            raise RemoteError("start", f"the worker {how}. The end of its log:\n{_tail(folder)}")
+            raise HostError("start", f"the worker {how}. The end of its log:\n{_tail(folder)}")
         time.sleep(_POLL_SECONDS)
 
 
@@ -147,7 +201,8 @@ def status(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
     """Tell how a worker is: its port, what it says of itself, and the end of its log where it is gone."""
     folder = ROOT / "workers" / request["name"]
     if not _is_alive(folder):
-        return {"alive": False, "there": folder.exists(), "log": _tail(folder)}
+        text = _suspension_text(folder)
+        return {"alive": False, "there": folder.exists(), "log": _tail(folder), "suspended": text}
     row: dict[str, object] = {"alive": True, "there": True, "port": None, "report": {}}
     try:
         row["port"] = int((folder / "port").read_text())
@@ -167,7 +222,7 @@ def token(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
     """Give a worker another token; it reads the file again by itself."""
     folder = ROOT / "workers" / request["name"]
     if not folder.exists():
-        raise RemoteError("gone", f"there is no worker {request['name']!r}")
+        raise HostError("gone", f"there is no worker {request['name']!r}")
     _write(folder / "token", request["token"] + "\n")
     return {}
 
@@ -179,7 +234,7 @@ def stop(request: dict[str, Any], _: IO[bytes]) -> dict[str, object]:
     if there:
         with _lock(folder / "lock"):
             if not _end(folder):
-                raise RemoteError("stop", "the worker's process cannot be ended")
+                raise HostError("stop", "the worker's process cannot be ended")
             shutil.rmtree(folder, ignore_errors=True)
     if not request["keep_environment"]:
         used = {_record(other).get("environment") for other in (ROOT / "workers").glob("*")}
@@ -240,7 +295,7 @@ def _run(command: list[str], code: str, environment: dict[str, str]) -> str:
     """Run a program and return what it wrote.
 
     Raises:
-        RemoteError: it failed; with the end of its output.
+        HostError: it failed; with the end of its output.
     """
     done = subprocess.run(
         command,
@@ -253,7 +308,7 @@ def _run(command: list[str], code: str, environment: dict[str, str]) -> str:
     output = done.stdout.decode(errors="replace")
     if done.returncode != 0:
         end = "\n".join(output.strip().splitlines()[-15:])
-        raise RemoteError("disk" if _is_disk_full(output) else code, end)
+        raise HostError("disk" if _is_disk_full(output) else code, end)
     return output
 
 
@@ -312,7 +367,8 @@ def _is_alive(folder: Path) -> bool:
 
 def _end(folder: Path) -> bool:
     """End the worker of a folder: ask, then insist; return whether it is gone."""
-    for number, seconds in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 5.0)):
+    # Not with SIGTERM, which would suspend its sessions.
+    for number, seconds in ((signal.SIGINT, _GRACE_SECONDS), (signal.SIGKILL, 5.0)):
         if not _is_alive(folder):
             return True
         with contextlib.suppress(ProcessLookupError):
@@ -334,6 +390,8 @@ _OPERATIONS = {
     "look": look,
     "install": install,
     "start": start,
+    "suspend": suspend,
+    "resume": resume,
     "status": status,
     "token": token,
     "stop": stop,
@@ -364,11 +422,11 @@ def main() -> None:
     os.umask(0o077)
     stream = sys.stdin.buffer
     request = json.loads(stream.readline())
-    if request["operation"] in ("install", "start"):
+    if request["operation"] in ("install", "start", "resume"):
         threading.Thread(target=_end_with_client, name="skyproxy-client", daemon=True).start()
     try:
         answer = _OPERATIONS[request["operation"]](request, stream)
-    except RemoteError as error:
+    except HostError as error:
         answer = {"error": error.code, "text": str(error)}
     except OSError as error:
         answer = {"error": _kind_of(error), "text": str(error)}

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from skyproxy.contexts import Context
+from skyproxy.errors import ConfigurationError
 from skyproxy.providers.detached import find, resume_detached
 from skyproxy.session.successor import WayBack
+
+if TYPE_CHECKING:
+    from skyproxy.providers.ssh import SshWorker
 
 _READY_SECONDS = 900.0
 """The time that a cluster may take to bring a worker back: machines may have to be started for it."""
@@ -22,6 +27,7 @@ class PlainWay:
     certificate: str | None = None
     server_name: str | None = None
     close: Callable[[], None] = field(default=lambda: None, repr=False)
+    check: Callable[[], object] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,10 @@ def waker(context: Context) -> Callable[[], WayBack] | None:
         return lambda: wake_local(context.name)
     if context.provider == "kubernetes":
         return lambda: wake_in_cluster(context)
+    if context.provider == "ssh":
+        return lambda: wake_over_ssh(context.name)
+    if context.provider == "container":
+        return lambda: wake_container(context.name)
     return None
 
 
@@ -60,6 +70,11 @@ def wake_if_suspended(context: Context) -> None:
         worker = find(context.name)
         if worker is not None and worker.is_suspended:
             wake_local(context.name)
+    elif context.provider == "container":
+        from skyproxy.kubernetes.reach import run_apart
+        from skyproxy.providers.detached_container import resume_if_suspended as resume_if_stopped
+
+        run_apart(resume_if_stopped(context.name))
     elif context.provider == "kubernetes":
         from skyproxy.kubernetes.reach import ClusterAddress, run_apart
         from skyproxy.kubernetes.suspending import resume_if_suspended
@@ -76,6 +91,52 @@ def wake_local(name: str) -> PlainWay:
     """
     worker = resume_detached(name)
     return PlainWay(worker.url or "", worker.token())
+
+
+def wake_over_ssh(name: str) -> PlainWay:
+    """Start a worker on a host again where it was suspended, or has ended.
+
+    Raises:
+        ConfigurationError: there is no record of it.
+        ConnectError: the host cannot be reached.
+        WorkerStartError: it did not come up, or there is nothing of it any more.
+    """
+    from skyproxy.providers.ssh import find as find_on_host
+
+    worker = find_on_host(name)
+    if worker is None:
+        raise ConfigurationError(f"there is no worker {name!r} any more, and what it held is gone with it.")
+    worker.resume()
+    return way_over_ssh(worker)
+
+
+def way_over_ssh(worker: SshWorker) -> PlainWay:
+    """Return the way to a worker on a host, through a tunnel; one that is suspended is brought back.
+
+    Raises:
+        ConnectError: it does not run, or the host cannot be reached.
+        WorkerStartError: it did not come up.
+    """
+    tunnel, token = worker.open(wakes=True)
+    return PlainWay(tunnel.url, token, close=tunnel.close, check=tunnel.check)
+
+
+def wake_container(name: str) -> PlainWay:
+    """Start a worker's container again where it was suspended, or has ended.
+
+    Raises:
+        ConfigurationError: there is no such container any more.
+        ConnectError: the worker cannot be reached.
+        WorkerStartError: it did not come up.
+    """
+    from skyproxy.kubernetes.reach import run_apart
+    from skyproxy.providers.detached_container import container_address, resume_container
+
+    async def work() -> tuple[str, str]:
+        await resume_container(name)
+        return await container_address(name)
+
+    return PlainWay(*run_apart(work()))
 
 
 def wake_in_cluster(context: Context) -> WayBack:

@@ -35,10 +35,12 @@ class Debugger:
     """
 
     def __init__(self, identity: str, seconds: float, announce: Callable[[Place], object]) -> None:
-        """Args:
-        identity: names the call.
-        seconds: how long to wait for somebody.
-        announce: called with each place where it waits while nobody looks.
+        """Make the debugger of one call.
+
+        Args:
+            identity: names the call.
+            seconds: how long to wait for somebody.
+            announce: called with each place where it waits while nobody looks.
         """
         self.identity = identity
         self.attached = self.gave_up = self.ended = False

@@ -89,7 +89,9 @@ class Lifecycle:
                 self._leave()
                 raise
 
-    def once(self, key: str, info: InstanceInfo, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+    def enter_once(
+        self, key: str, info: InstanceInfo, make: Callable[[], contextlib.AbstractContextManager[object]]
+    ) -> None:
         """Enters a context manager that stays open like a plugin's; the first of several threads does it.
 
         Args:

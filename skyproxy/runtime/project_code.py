@@ -141,7 +141,7 @@ class ProjectCode:
         if not self._hooked:
             self._hooked = True
             sys.path_hooks.insert(0, self._finder)
-        self._unload()
+        self._drop_loaded()
         for path, _ in self._active:
             with contextlib.suppress(ValueError):
                 sys.path.remove(path)
@@ -162,7 +162,9 @@ class ProjectCode:
 
     def _packages_without_files(self) -> list[str]:
         """The namespace packages of the program; all of them first, because a path asks for the packages above it."""
-        found = []
+        found: list[str] = []
+        if not self._places:
+            return found  # to look at every module would give a process that was just forked a copy of all of them
         for name, module in list(sys.modules.items()):
             places = getattr(module, "__path__", None)
             if getattr(module, "__file__", None) is None and places is not None:
@@ -172,6 +174,10 @@ class ProjectCode:
         return found
 
     def _unload(self) -> None:
+        self._drop_loaded()
+        importlib.invalidate_caches()
+
+    def _drop_loaded(self) -> None:
         if self.loaded:
             self.generation += 1
         for name in list(self.loaded):
@@ -180,7 +186,6 @@ class ProjectCode:
                 continue  # another call imports it now
             del self.loaded[name]
             sys.modules.pop(name, None)
-        importlib.invalidate_caches()
 
     def _holds(self, path: str) -> bool:
         return os.path.join(path, "").startswith(self._places) and LIBRARY_FOLDERS.isdisjoint(Path(path).parts)

@@ -19,7 +19,7 @@ def shard(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> object:
-    """This process's share of every array, of the same type as the array.
+    """Return the share that this process has of every array, of the same type as the array.
 
     Process r of w takes the items r, r + w, r + 2w, ... of the (shuffled) order, the same ones of every array, so that
     what belonged together still does. Nothing is lost, nothing comes twice. Outside a pool the share is the whole.

@@ -16,7 +16,7 @@ from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
 from skyproxy.session.lines import describe_line, op_ordinals
 from skyproxy.session.progress import in_notebook
-from skyproxy.session.recorder import Recorder, SentBatch
+from skyproxy.session.recorder import RecordedBatch, Recorder
 from skyproxy.session.waiters import Waiter
 
 PATIENCE_SECONDS = 2.0
@@ -66,10 +66,12 @@ class Backlogs:
     """
 
     def __init__(self, recorder: Recorder, structures: Callable[[], dict[int, Any]], ask: Callable[[], Waiter]) -> None:
-        """Args:
-        recorder: the session's.
-        structures: for the number of each signature, what was recorded: its first part is the op's name.
-        ask: asks the worker what it does, past its operations; the answer is a `Pong`'s load.
+        """Make the reader of one session's backlog.
+
+        Args:
+            recorder: the session's.
+            structures: for the number of each signature, what was recorded: its first part is the op's name.
+            ask: asks the worker what it does, past its operations; the answer is a `Pong`'s load.
         """
         self.device = "the worker"
         self._recorder = recorder
@@ -95,7 +97,7 @@ class Backlogs:
             return Backlog(self.device, queued, is_working=is_working)
         return self._running(batch, load.get("position", -1), queued)
 
-    def _running(self, batch: SentBatch, position: int, queued: int) -> Backlog:
+    def _running(self, batch: RecordedBatch, position: int, queued: int) -> Backlog:
         stream, widths = batch.stream, self._recorder.widths
         try:
             at = commands.op_at(stream, position) if 0 <= position < len(stream) else -1
@@ -175,9 +177,11 @@ class BacklogWatch:
     """Waits for an answer, and shows what it waits for. A context manager."""
 
     def __init__(self, backlogs: Backlogs, display: Callable[[], Any] = visible_line) -> None:
-        """Args:
-        backlogs: what is shown.
-        display: makes the line: something with `update(text)` and `close()`; or None.
+        """Watch one wait.
+
+        Args:
+            backlogs: what is shown.
+            display: makes the line: something with `update(text)` and `close()`; or None.
         """
         self._backlogs = backlogs
         self._display = display

@@ -214,7 +214,7 @@ class BatchLog:
         with self._lock:
             return next((hole for hole in self._holes if hole.sequence > sequence), None)
 
-    def since(self, sequence: int, last: int) -> Iterator[tuple[int, Message, int]]:
+    def batches_after(self, sequence: int, last: int) -> Iterator[tuple[int, Message, int]]:
         """Give the batches behind a snapshot: number, message and size."""
         for entry in list(self._batches or ()):
             if sequence < entry.sequence <= last:

@@ -23,7 +23,7 @@ from skyproxy.errors import (
 )
 from skyproxy.protocol.messages import Warned
 from skyproxy.session.lines import describe_line, find_line
-from skyproxy.session.recorder import Recorder, SentBatch
+from skyproxy.session.recorder import RecordedBatch, Recorder
 from skyproxy.session.worker_warnings import WorkerWarnings
 
 _ERRORS: dict[str, type[BaseException]] = {
@@ -56,7 +56,7 @@ class FailureReports:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.recordings: dict[int, SentBatch] = {}
+        self.recordings: dict[int, RecordedBatch] = {}
         self.lines: dict[tuple[int, int], str] = {}
         self.warnings = WorkerWarnings()
         self.recent: deque[dict[str, object]] = deque(maxlen=_RECENT_ERRORS)
@@ -119,7 +119,7 @@ class FailureReports:
             self.lines[place] = line
         return self.lines[place]
 
-    def _batch_of(self, place: dict[str, Any]) -> SentBatch | None:
+    def _batch_of(self, place: dict[str, Any]) -> RecordedBatch | None:
         """Return the commands that a position counts in: a batch's, or those of a captured graph."""
         graph = place.get("graph")
         return self._recorder.sent(place["sequence"]) if graph is None else self.recordings.get(graph)

@@ -16,13 +16,17 @@ from skyproxy.session.liveness import Liveness, StalledOperations
 from skyproxy.session.outage import Outage
 from skyproxy.session.reconnecting import Reconnector
 from skyproxy.session.recorder import Recorder
-from skyproxy.session.transfers import Uploads
+from skyproxy.session.transfers import UploadQueue
 from skyproxy.session.waiters import Waiter
 from skyproxy.settings import Settings
 from skyproxy.transport.base import LinkDownError, Transport
 
 logger = logging.getLogger("skyproxy.session")
 
+_LOOK_SECONDS = 0.05
+_REST_SECONDS = 0.25
+"""Between two looks where for some time nothing was sent or received: what is recorded then may wait so long."""
+_RESTS_AFTER_SECONDS = 5.0
 _ABOUT_LOAD = 0
 """The number of pings that ask for the worker's load, and measure nothing."""
 
@@ -50,28 +54,30 @@ class Housekeeping:
         auxiliary: connections that others opened for the session; counted there, and kept alive.
         last_heard: when a message came in, on the clock of `time.monotonic`.
         round_trip_seconds: how long a message to the worker and back took, the quicker of the last two; 0 at first.
-        often: called about twenty times a second; they must be short.
-        tick: called again and again, about twenty times a second.
+        often: called about twenty times a second, and four times where nothing has moved for long; they must be short.
+        tick: called again and again, as often.
         on_leaving: told the milliseconds after which the worker will end, where it says so.
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        uploads: Uploads,
+        uploads: UploadQueue,
         operations: Transport,
         bulk: Transport,
         settings: Settings,
         end: Callable[[str], object],
         reconnector: Reconnector | None = None,
     ) -> None:
-        """Args:
-        recorder: whose commands are sent when they lie around.
-        uploads: whose progress tells that the worker lives.
-        operations, bulk: the session's connections.
-        settings: intervals.
-        end: ends the session, for a reason.
-        reconnector: replaces broken connections, where that is possible. Then a silent one is cut, to be replaced.
+        """Make the housekeeping of one session; `run`, or `look_again`, does it.
+
+        Args:
+            recorder: whose commands are sent when they lie around.
+            uploads: whose progress tells that the worker lives.
+            operations, bulk: the session's connections.
+            settings: intervals.
+            end: ends the session, for a reason.
+            reconnector: replaces broken connections, where that is possible. Then a silent one is cut, to be replaced.
         """
         self.auxiliary: list[AuxiliaryConnection] = []
         self.often: list[Callable[[], object]] = []
@@ -96,6 +102,7 @@ class Housekeeping:
         self._round_trips_seconds: deque[float] = deque(maxlen=2)
         self._pending_before, self._unchanged = -1, 0
         self._bytes_before, self._silent_since = -1, self.last_heard
+        self._moved_bytes, self._moved_at = -1, self.last_heard
         self._liveness = Liveness(self._patience + self._interval, max(self._interval, 1.0), self.last_heard)
         # The first ping leaves at once: it tells how far the worker is.
         self._last_ping = self.last_heard - self._interval
@@ -148,10 +155,10 @@ class Housekeeping:
         return self._idle_seconds
 
     def _look(self) -> None:
-        self._idle_seconds = 0.001 if self._recorder.unsent else min(self._idle_seconds * 2, 0.05)
+        now = time.monotonic()
+        self._idle_seconds = self._pause(now)
         try:
             self._flush_stale()
-            now = time.monotonic()
             self._ping(now)
             self._keep_alive(now)
             self._look_for_signs(now)
@@ -164,6 +171,16 @@ class Housekeeping:
             self._end(str(error))
         except Exception:  # the recorder reports a failed flush, at the next wait
             logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
+
+    def _pause(self, now: float) -> float:
+        """Return the seconds until the next look: few where something waits to be sent, many where nothing moves."""
+        moved = sum(link.bytes_sent + link.bytes_received for link in (self._operations, *self.auxiliary))
+        if moved != self._moved_bytes:
+            self._moved_bytes, self._moved_at = moved, now
+        if self._recorder.unsent:
+            return 0.001
+        is_resting = now - self._moved_at >= _RESTS_AFTER_SECONDS
+        return min(self._idle_seconds * 2, _REST_SECONDS if is_resting else _LOOK_SECONDS)
 
     def _outage(self) -> Outage | None:
         """Return what tells of broken connections, where such are made anew now."""

@@ -47,7 +47,7 @@ class LeavingSession(Protocol):
     def between_batches(self, action: Callable[[], object], timeout_seconds: float) -> bool: ...
 
 
-class Leave:
+class WorkerEndHandler:
     """A session's leave from a worker that says that it is about to end.
 
     A session that is not protected is so from here until it has another worker.

@@ -7,10 +7,10 @@ from types import CodeType
 from typing import Any
 
 from skyproxy.protocol import commands
-from skyproxy.session.recorder import SentBatch
+from skyproxy.session.recorder import RecordedBatch
 
 
-def describe_line(sent: SentBatch, position: int, widths: dict[int, int]) -> str:
+def describe_line(sent: RecordedBatch, position: int, widths: dict[int, int]) -> str:
     """Return "file:line in function" of the op at `position` of the batch's stream; empty where that is not known.
 
     A cell of a notebook is named as IPython names it, "Cell In[6], line 2": its file is a temporary one.
@@ -33,7 +33,7 @@ def _cell_name(filename: str) -> str | None:
     return " ".join(named) if named is not None else None
 
 
-def find_line(sent: SentBatch, position: int, widths: dict[int, int]) -> tuple[CodeType, int] | None:
+def find_line(sent: RecordedBatch, position: int, widths: dict[int, int]) -> tuple[CodeType, int] | None:
     """Return the code and the line that recorded the op at `position`; None where that is not known.
 
     `sent.lines` has one code object and one instruction offset an op, in order. Threads that record at the same time

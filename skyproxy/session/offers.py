@@ -54,10 +54,12 @@ class UploadDedup:
     """
 
     def __init__(self, least_bytes: int, *, keeps: bool, had_blobs: bool) -> None:
-        """Args:
-        least_bytes: smaller uploads are not worth a question.
-        keeps: whether the worker keeps anything, and may.
-        had_blobs: whether it had kept something already when we came.
+        """Begin without earlier answers.
+
+        Args:
+            least_bytes: smaller uploads are not worth a question.
+            keeps: whether the worker keeps anything, and may.
+            had_blobs: whether it had kept something already when we came.
         """
         self.saved_bytes = 0
         self._least_bytes = least_bytes
@@ -111,7 +113,7 @@ class UploadDedup:
         """Return the proof for a worker that these bytes are here; `wanted` as in `digest`."""
         return content_proof(view, nonce, _map_while(wanted, map if self._pool is None else self._pool.map))
 
-    def answered(self, byte_count: int, known: bool) -> None:
+    def note_answer(self, byte_count: int, known: bool) -> None:
         """The worker has answered a question about an upload of this size."""
         if known:
             self.saved_bytes += byte_count

@@ -47,18 +47,20 @@ class Opener:
         grace_seconds: int = 0,
         threads: SharedThreads | None = None,
     ) -> None:
-        """Args:
-        url, token: the worker.
-        torch_version: ours.
-        settings: limits.
-        ssl_context: whom to trust.
-        server_name: the name in the worker's certificate, where it is not the url's host.
-        insecure: whether the token may travel without encryption.
-        renew: gives the token and the certificate anew, for a session that has outlived them.
-        check_way: raises ConnectError while what the connections go through, a tunnel, is away: that nobody listens on
-            this side of it says nothing about the worker.
-        grace_seconds: how long the worker should keep a session whose connection breaks.
-        threads: those of several sessions, in place of some for this alone.
+        """Make the opener of one session's connections.
+
+        Args:
+            url, token: the worker.
+            torch_version: ours.
+            settings: limits.
+            ssl_context: whom to trust.
+            server_name: the name in the worker's certificate, where it is not the url's host.
+            insecure: whether the token may travel without encryption.
+            renew: gives the token and the certificate anew, for a session that has outlived them.
+            check_way: raises ConnectError while what the connections go through, a tunnel, is away: that nobody listens
+                on this side of it says nothing about the worker.
+            grace_seconds: how long the worker should keep a session whose connection breaks.
+            threads: those of several sessions, in place of some for this alone.
         """
         self.url, self.token = url, token
         self.grace_seconds = grace_seconds

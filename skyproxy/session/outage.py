@@ -18,9 +18,11 @@ class Outage:
     """
 
     def __init__(self, where: str, patience_seconds: float) -> None:
-        """Args:
-        where: the worker's address.
-        patience_seconds: how long somebody will try.
+        """Make the outage line of one session.
+
+        Args:
+            where: the worker's address.
+            patience_seconds: how long somebody will try.
         """
         self._where = where
         self.patience_seconds = patience_seconds

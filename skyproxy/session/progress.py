@@ -109,7 +109,7 @@ def visible_bar(text: str) -> RichBar | NotebookBar | None:
     return RichBar(text, console) if console.is_terminal else None
 
 
-class Watch:
+class TransferWatch:
     """Waits for transfers, and shows how far they are once that takes long. A context manager.
 
     Args:
@@ -171,11 +171,11 @@ class Watch:
                 self._holds = False
                 _drawing.release()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> TransferWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
 
-__all__ = ["Display", "NotebookBar", "RichBar", "Watch", "visible_bar"]
+__all__ = ["Display", "NotebookBar", "RichBar", "TransferWatch", "visible_bar"]

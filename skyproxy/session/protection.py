@@ -18,7 +18,7 @@ from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequen
 from skyproxy.session.batch_log import BatchLog, Hole, KeptUpload, unrepeatable
 from skyproxy.session.reconnecting import Fresh
 from skyproxy.session.recorder import Recorder
-from skyproxy.session.restoring import NewSession, Progress, WorkerEndedError, load_newest
+from skyproxy.session.restoring import NewSession, ReplayProgress, WorkerEndedError, load_newest
 from skyproxy.session.suspension import Suspension
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.session.worker_warnings import ToldWarnings
@@ -95,13 +95,15 @@ class Protection:
         every_seconds: float,
         every_steps: int = 0,
     ) -> None:
-        """Args:
-        recorder: what is protected.
-        waiters: the session's open questions.
-        log: an empty one.
-        name: the name of the snapshots on the worker.
-        open_anew: finds a worker.
-        every_seconds, every_steps: when snapshots are due.
+        """Protect one session.
+
+        Args:
+            recorder: what is protected.
+            waiters: the session's open questions.
+            log: an empty one.
+            name: the name of the snapshots on the worker.
+            open_anew: finds a worker.
+            every_seconds, every_steps: when snapshots are due.
         """
         self.every_seconds, self.every_steps = every_seconds, every_steps
         self.log = log
@@ -122,7 +124,7 @@ class Protection:
         self._retry_at = 0.0
         self._wanted = False
         self._unrepeatable_names: dict[int, str] = {}
-        self._progress = Progress()
+        self._progress = ReplayProgress()
         self._is_off = False
         self.is_moving = self.is_passing = False
         self.suspension = Suspension(recorder, waiters)
@@ -163,7 +165,7 @@ class Protection:
         self._make_room(len(view))
         return self.log.keep(transfer, view)
 
-    def uploaded(self, transfer: int, kept: KeptUpload | None) -> None:
+    def note_upload(self, transfer: int, kept: KeptUpload | None) -> None:
         """Take note that an upload was announced, by the newest batch at the latest."""
         if kept is not None:
             self.log.announced(transfer, self._recorder.batches)
@@ -376,8 +378,10 @@ class Protection:
             self._wanted = True
 
     def _wait_until_wanted(self) -> None:
-        """Raises:
-        SessionLostError: the session is over.
+        """Wait until the program needs a worker again.
+
+        Raises:
+            SessionLostError: the session is over.
         """
         self.suspension.wait()
         if self._is_off:
@@ -466,7 +470,7 @@ class Protection:
     def replay(self, start: int, before: Connection, link: Transport) -> None:
         """Send what is logged behind the snapshot, and take note of it on the new connection."""
         kept = before.kept_batches()
-        for sequence, message, size in self.log.since(start, before.last_sequence):
+        for sequence, message, size in self.log.batches_after(start, before.last_sequence):
             # What may be sent again by a program that was interrupted is known by the very object.
             same = kept.get(sequence, message)
             link.connection.on_send(same, size)

@@ -10,7 +10,7 @@ from skyproxy.transport.base import Transport
 from skyproxy.transport.shared_threads import SharedThreads
 
 
-class Reading:
+class ConnectionReader:
     """The reader of one connection."""
 
     def __init__(
@@ -20,11 +20,13 @@ class Reading:
         on_error: Callable[[Exception], bool],
         is_over: Callable[[], bool],
     ) -> None:
-        """Args:
-        link: gives the connection, which may be replaced.
-        take: attends to a message; must be short.
-        on_error: told what ended the connection, or went wrong with a message; returns whether to go on.
-        is_over: returns whether nobody needs this connection any more.
+        """Make the reader of one connection; `run` or `share` begins to read.
+
+        Args:
+            link: gives the connection, which may be replaced.
+            take: attends to a message; must be short.
+            on_error: told what ended the connection, or went wrong with a message; returns whether to go on.
+            is_over: returns whether nobody needs this connection any more.
         """
         self._link = link
         self._take = take
@@ -35,14 +37,22 @@ class Reading:
 
     def run(self) -> None:
         """Read until the end; the body of a thread."""
+        self._retry(self._take_all)
+
+    def _take_all(self) -> None:
+        receive, take = self._link().recv, self._take
+        while True:
+            take(receive())
+
+    def _retry(self, read: Callable[[], object]) -> bool:
+        """Call a function, again and again where the connection breaks; return False where nobody goes on."""
         while True:
             try:
-                receive, take = self._link().recv, self._take
-                while True:
-                    take(receive())
+                read()
+                return True
             except Exception as error:
                 if not self._on_error(error):
-                    return
+                    return False
 
     # --- on a thread that many share ---------------------------------------------------------------------------------
 
@@ -74,15 +84,11 @@ class Reading:
 
     def _mend(self) -> None:
         """Wait for the next message, however long that takes, and leave the rest to the shared thread again."""
-        while True:
-            try:
-                failure, self._failure = self._failure, None
-                if failure is not None:
-                    raise failure
-                self._take(self._link().recv())
-                break
-            except Exception as error:
-                if not self._on_error(error):
-                    return
-        if self._threads is not None and not self._is_over():
+        if self._retry(self._take_next) and self._threads is not None and not self._is_over():
             self._threads.watch(self)
+
+    def _take_next(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        self._take(self._link().recv())

@@ -113,11 +113,13 @@ class Reconnector:
     """
 
     def __init__(self, reopen: Reopen, where: str, patience_seconds: float, *, resumes: bool = True) -> None:
-        """Args:
-        reopen: opens a connection.
-        where: the worker's address, for people.
-        patience_seconds: how long to try.
-        resumes: whether the worker keeps the session when a connection breaks.
+        """Make the reconnector of one session.
+
+        Args:
+            reopen: opens a connection.
+            where: the worker's address, for people.
+            patience_seconds: how long to try.
+            resumes: whether the worker keeps the session when a connection breaks.
         """
         self.resumes = resumes
         self.recovery: Recovery | None = None

@@ -31,7 +31,7 @@ class SlotOwner(Protocol):
     slot: int
 
 
-class SentBatch(NamedTuple):
+class RecordedBatch(NamedTuple):
     """The part of a batch that the client keeps until it is acknowledged."""
 
     sequence: Sequence
@@ -78,11 +78,13 @@ class Recorder:
         settings: Settings,
         wait_for_outcome: Callable[[], object] | None = None,
     ) -> None:
-        """Args:
-        send: hands a batch to the connection; doing so twice with the last one changes nothing.
-        unacked: how many batches, and how many bytes of them, were sent and not acknowledged.
-        settings: limits.
-        wait_for_outcome: called after each op where `settings.launch_blocking` is on.
+        """Begin an empty stream.
+
+        Args:
+            send: hands a batch to the connection; doing so twice with the last one changes nothing.
+            unacked: how many batches, and how many bytes of them, were sent and not acknowledged.
+            settings: limits.
+            wait_for_outcome: called after each op where `settings.launch_blocking` is on.
         """
         self.stream: list[Any] = []
         self.lines: list[Any] = []
@@ -112,12 +114,12 @@ class Recorder:
         self._max_handles = settings.max_handles
         self._top = 0
         self._lock = threading.RLock()
-        self._outgoing: tuple[Batch | NamedBatch | Repeat, SentBatch] | None = None
+        self._outgoing: tuple[Batch | NamedBatch | Repeat, RecordedBatch] | None = None
         self._sequence = 0
         # Senders add to it, the reading thread takes from it. There is no lock, because Ctrl-C could leave it held.
-        self._sent: deque[SentBatch] = deque()
-        self._kept: SentBatch | None = None
-        self._acked: list[SentBatch] | None = None
+        self._sent: deque[RecordedBatch] = deque()
+        self._kept: RecordedBatch | None = None
+        self._acked: list[RecordedBatch] | None = None
         self._waiting: deque[Waiter] = deque()
         self.wait_for_news: Callable[[Waiter], object] = Waiter.wait
         self.on_sent: Callable[[], object] | None = None
@@ -260,7 +262,7 @@ class Recorder:
                 self._send_next(whole=True)
             sequence = Sequence(self._sequence + 1)
             batch = make(sequence)
-            sent = SentBatch(sequence, batch.stream, [])
+            sent = RecordedBatch(sequence, batch.stream, [])
             self._repeats.seen.clear()
             # As in `_cut`, there must be no call between these statements.
             self._outgoing = (batch, sent)
@@ -360,7 +362,7 @@ class Recorder:
         stream, buffers, seen = self.stream[:count], self._buffers[:buffer_count], self._repeats.seen
         sequence = Sequence(self._sequence + 1)
         message, key, known = self._repeats.choose(sequence, stream, tuple(buffers))
-        sent = SentBatch(sequence, stream, self.lines[:line_count])
+        sent = RecordedBatch(sequence, stream, self.lines[:line_count])
         buffered = sum(map(len, buffers))
         # There must be no call between these statements: Ctrl-C strikes only after calls, and would lose or repeat
         # commands. The lists themselves stay, because the dispatcher holds them.
@@ -443,12 +445,12 @@ class Recorder:
         while self._waiting:
             self._waiting.popleft().set(None)
 
-    def sent(self, sequence: int) -> SentBatch | None:
+    def sent(self, sequence: int) -> RecordedBatch | None:
         """A batch that is not acknowledged yet; called by the reading thread."""
         known = (*tuple(self._sent), *tuple(self._acked or ()))
         return next((item for item in known if item.sequence == sequence), None)
 
-    def sent_batches(self) -> list[SentBatch]:
+    def sent_batches(self) -> list[RecordedBatch]:
         """Return the batches that are not acknowledged yet, in order; for any thread."""
         return list(self._sent)
 

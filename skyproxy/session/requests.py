@@ -25,7 +25,7 @@ from skyproxy.session.recorder import Recorder
 from skyproxy.session.signatures import Signatures
 from skyproxy.session.trace import SessionTrace
 from skyproxy.session.transfer_groups import wait_for_download
-from skyproxy.session.transfers import Uploads
+from skyproxy.session.transfers import UploadQueue
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
@@ -58,7 +58,7 @@ class Requests:
     _ended: SessionLostError | None = None
     """The error that ended the session; None while it lives."""
 
-    def __init__(self, settings: Settings, recorder: Recorder, uploads: Uploads) -> None:
+    def __init__(self, settings: Settings, recorder: Recorder, uploads: UploadQueue) -> None:
         self.settings = settings
         self.recorder = self._own_recorder = recorder
         self.round_trips = 0

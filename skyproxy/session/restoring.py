@@ -9,7 +9,7 @@ from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, visibl
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Failure, Reply, Sequence, Welcome
 from skyproxy.session.batch_log import BatchLog
-from skyproxy.transport.base import Transport
+from skyproxy.transport.base import Transport, recv_before
 
 _ANSWER_SECONDS = 600.0
 """The longest wait for a worker to load a snapshot."""
@@ -35,7 +35,7 @@ def ask_first(link: Transport, sequence: Sequence, name: str, arguments: list[ob
         raise WorkerEndedError(str(error)) from error
     while True:
         try:
-            message = link.recv(max(until - time.monotonic(), 0.0))
+            message = recv_before(link, until)
         except SessionLostError as error:
             raise WorkerEndedError(str(error)) from error
         except TimeoutError:
@@ -90,7 +90,7 @@ def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int],
     return start
 
 
-class Progress:
+class ReplayProgress:
     """The progress of workers, one after the other: where several end over the same operations, those are to blame."""
 
     def __init__(self) -> None:

@@ -33,15 +33,15 @@ from skyproxy.protocol.messages import (
 )
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.housekeeping import Housekeeping
-from skyproxy.session.leaving import Leave
+from skyproxy.session.leaving import WorkerEndHandler
 from skyproxy.session.offers import UploadDedup
 from skyproxy.session.protection import Bring, OpenAnew, Protection
-from skyproxy.session.reading import Reading
+from skyproxy.session.reading import ConnectionReader
 from skyproxy.session.reconnecting import Fresh, ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import Requests
 from skyproxy.session.restoring import NewSession
-from skyproxy.session.transfers import Uploads
+from skyproxy.session.transfers import UploadQueue
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
@@ -60,7 +60,7 @@ class Session(Requests):
     Attributes:
         welcome: what the worker said of itself.
         auxiliary: connections that others opened for this session; counted here, and kept alive.
-        often: called about twenty times a second, on the session's own thread; they must be short.
+        often: see `Housekeeping`; called on the session's own thread.
         at_end: called with the reason when the session is over.
         explain_end: how the worker's process ended, and the end of its log; None while it lives, or where nobody knows.
         protection: has another worker go on where this one ends; None where the session ends then.
@@ -80,18 +80,21 @@ class Session(Requests):
         reconnector: Reconnector | None = None,
         threads: SharedThreads | None = None,
     ) -> None:
-        """Args:
-        operations, bulk: its connections.
-        welcome: what the worker said.
-        settings: limits and intervals.
-        on_end: called when the session is over.
-        reconnector: makes the connections anew when they break; None: the session ends with the first that does.
-        threads: those of several sessions, in place of some for this alone.
+        """Begin a session whose connections are open.
+
+        Args:
+            operations, bulk: its connections.
+            welcome: what the worker said.
+            settings: limits and intervals.
+            on_end: called when the session is over.
+            reconnector: makes the connections anew when they break; None: the session ends with the first that does.
+            threads: those of several sessions, in place of some for this alone.
         """
         self.welcome = welcome
         self.threads = threads
         self._reconnector = reconnector
         is_lasting = reconnector is not None and reconnector.resumes
+        first_link = bulk
         if reconnector is not None:
             operations = ReconnectingOperations(operations, reconnector, settings)
             bulk = ReconnectingBulk(bulk, reconnector)
@@ -106,13 +109,7 @@ class Session(Requests):
         super().__init__(
             settings,
             Recorder(self._send_batch, self._count_unacked, settings, self._wait_for_outcome),
-            Uploads(
-                bulk.link if isinstance(bulk, ReconnectingBulk) else bulk,
-                settings.chunk_bytes,
-                settings.show_progress,
-                offers,
-                lasting=is_lasting,
-            ),
+            UploadQueue(first_link, settings.chunk_bytes, settings.show_progress, offers, lasting=is_lasting),
         )
         if is_lasting:
             self._downloads.confirm = bulk.post
@@ -123,7 +120,7 @@ class Session(Requests):
         )
         self.auxiliary = self._housekeeping.auxiliary
         self.often = self._housekeeping.often
-        self._housekeeping.on_leaving = Leave(self).on_notice
+        self._housekeeping.on_leaving = WorkerEndHandler(self).on_notice
         self._closing = False
         self._end_lock = threading.Lock()
         self._bulk.set_sink(self._downloads.sink)
@@ -197,14 +194,16 @@ class Session(Requests):
             self._threads.append(threading.Thread(target=body, name=f"skyproxy-{name}", daemon=True))
             self._threads[-1].start()
 
-    def _reading(self, transport: Transport, handlers: Mapping[type[Message], Callable[[Any], None]]) -> Reading:
+    def _reading(
+        self, transport: Transport, handlers: Mapping[type[Message], Callable[[Any], None]]
+    ) -> ConnectionReader:
         housekeeping = self._housekeeping
 
         def take(message: Message) -> None:
             housekeeping.last_heard = time.monotonic()
             handlers[type(message)](message)
 
-        return Reading(lambda: transport, take, self._on_unreadable, lambda: self._ended is not None)
+        return ConnectionReader(lambda: transport, take, self._on_unreadable, lambda: self._ended is not None)
 
     def _send_batch(self, batch: Batch | NamedBatch | Repeat) -> None:
         started_ns = time.time_ns() if self._trace is not None else 0

@@ -7,6 +7,7 @@ logged with them. Nothing that a worker sends is believed: each piece is held ag
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +28,11 @@ from skyproxy.snapshots.documents import (
     rows,
     table,
     unpack,
-    whole,
+    whole_number,
 )
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Opened, SnapshotFolder
 from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, piece_digest, pieces_of
+from skyproxy.transport.base import recv_before
 
 _ON_THE_WAY = 8
 """Pieces that are asked for, or sent, before the answer of the first has come."""
@@ -69,7 +71,7 @@ def _copy_of(header: Table, pieces: Callable[[list[bytes]], Iterator[bytes]]) ->
 
 
 def _sizes(document: Table) -> list[int]:
-    return [whole(row[0], "a size") for row in rows(entry(document, "storages"), "the storages", 3)]
+    return [whole_number(row[0], "a size") for row in rows(entry(document, "storages"), "the storages", 3)]
 
 
 @contextlib.contextmanager
@@ -168,9 +170,10 @@ class WorkerCopies:
             SessionLostError: it is gone.
         """
         request = RequestId(self._asked.popleft())
+        deadline = time.monotonic() + _ANSWER_SECONDS
         while True:
             try:
-                message = self._opened.operations.recv(_ANSWER_SECONDS)
+                message = recv_before(self._opened.operations, deadline)
             except TimeoutError:
                 raise SessionLostError(f"the worker has not answered for {_ANSWER_SECONDS:g} s") from None
             if isinstance(message, Reply) and message.request == request:
@@ -203,7 +206,7 @@ class WorkerCopies:
         while True:
             answer = self._ask("read_snapshot", name, number, len(content))
             try:
-                total, part = whole(answer["total_bytes"], "its size", MAX_DOCUMENT_BYTES), answer["part"]
+                total, part = whole_number(answer["total_bytes"], "its size", MAX_DOCUMENT_BYTES), answer["part"]
                 content += data(part, "a part", PIECE_BYTES)
             except (KeyError, TypeError) as error:
                 raise ProtocolError(f"the worker sent no part of a snapshot: {error!r:.100}") from error

@@ -45,6 +45,9 @@ class WayBack(Protocol):
     @property
     def close(self) -> Callable[[], None]: ...
 
+    @property
+    def check(self) -> Callable[[], object] | None: ...
+
 
 class SucceededNode(Protocol):
     """A node, as far as its next worker goes.
@@ -69,9 +72,11 @@ class Successor:
     """Finds the worker that goes on where a node's worker ended."""
 
     def __init__(self, node: SucceededNode, new_worker: NewWorker | None) -> None:
-        """Args:
-        node: whose worker it will be.
-        new_worker: gives an address; None for the same place.
+        """Make the successor of one node's worker; a call finds it.
+
+        Args:
+            node: whose worker it will be.
+            new_worker: gives an address; None for the same place.
         """
         self._node = node
         self._new_worker = new_worker
@@ -108,7 +113,7 @@ class Successor:
             opener.use(worker.url, worker.token)
         elif node.wake is not None:
             way = node.wake()
-            opener.use(way.url, way.token)
+            opener.use(way.url, way.token, way.check)
             trusted = client_context(way.certificate) if way.certificate is not None else None
             opener.trust(trusted, way.server_name, insecure=False)
             node._use_way(way.close)

@@ -21,9 +21,11 @@ class Suspension:
     """
 
     def __init__(self, recorder: Recorder, waiters: Waiters) -> None:
-        """Args:
-        recorder: what the program wants done.
-        waiters: what it waits for.
+        """Begin with a session that is not suspended.
+
+        Args:
+            recorder: what the program wants done.
+            waiters: what it waits for.
         """
         self.is_on = self.has_ended = False
         self._recorder = recorder

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from skyproxy.session.progress import Watch
+from skyproxy.session.progress import TransferWatch
 from skyproxy.session.waiters import Waiter
 
 _WAITING_BYTES = 64 << 20
@@ -30,7 +30,7 @@ class _Giver(Protocol):
         """Send no more of one."""
 
 
-class Group:
+class TransferGroup:
     """Transfers of one thread that overlap and share a progress bar; see `together`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Group:
 
     def __init__(self, text: str, expected_bytes: int, shown: bool) -> None:
         self.expected_bytes = expected_bytes
-        self._watch = Watch(text, self._figures, shown)
+        self._watch = TransferWatch(text, self._figures, shown)
         self._pending: deque[tuple[_Giver, _Moving]] = deque()
         self._pending_bytes = 0
         self._done_bytes = 0
@@ -88,19 +88,19 @@ class Group:
 
 
 class _Current(threading.local):
-    group: Group | None = None
+    group: TransferGroup | None = None
 
 
 _current = _Current()
 
 
-def current_group() -> Group | None:
+def current_group() -> TransferGroup | None:
     """Return the group that this thread's uploads belong to."""
     return _current.group
 
 
 @contextlib.contextmanager
-def grouped_upload(text: str, expected_bytes: int, shown: bool) -> Iterator[Group]:
+def grouped_upload(text: str, expected_bytes: int, shown: bool) -> Iterator[TransferGroup]:
     """Uploads that this thread begins inside the block do not wait for one another; all are waited for at its end.
 
     Where the block ends by an exception, Ctrl-C included, those that are not complete are cancelled.
@@ -111,7 +111,7 @@ def grouped_upload(text: str, expected_bytes: int, shown: bool) -> Iterator[Grou
         shown: whether there may be one.
     """
     outer = _current.group
-    group = Group(text, expected_bytes, shown)
+    group = TransferGroup(text, expected_bytes, shown)
     try:
         _current.group = group
         yield group
@@ -128,5 +128,5 @@ def wait_for_download(waiter: Waiter, size: int, missing_bytes: Callable[[], int
     """The answer of a waiter whose bytes arrive on the bulk connection, with a progress bar if that takes long."""
     if _current.group is not None:
         return _current.group.wait_for_download(waiter, size, missing_bytes)
-    with Watch("download", lambda: (size - missing_bytes(), size), shown) as watch:
+    with TransferWatch("download", lambda: (size - missing_bytes(), size), shown) as watch:
         return watch.wait(waiter)

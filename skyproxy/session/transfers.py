@@ -23,7 +23,7 @@ from skyproxy.protocol.messages import (
 )
 from skyproxy.session.batch_log import KeptUpload
 from skyproxy.session.offers import UploadDedup, UploadMode
-from skyproxy.session.progress import Watch
+from skyproxy.session.progress import TransferWatch
 from skyproxy.session.trace import SessionTrace
 from skyproxy.session.transfer_groups import current_group
 from skyproxy.session.waiters import Waiter
@@ -99,7 +99,7 @@ class UploadLog(Protocol):
     def keep_upload(self, transfer: int, view: memoryview) -> KeptUpload | None:
         """Copy the bytes of an upload that is about to be announced; None where there are too many."""
 
-    def uploaded(self, transfer: int, kept: KeptUpload | None) -> None:
+    def note_upload(self, transfer: int, kept: KeptUpload | None) -> None:
         """Take note that it was announced."""
 
 
@@ -115,7 +115,7 @@ _MOST_JOBS = 100_000
 """Uploads and answers about them that wait for the thread that writes; a program with more threads there is not."""
 
 
-class Uploads:
+class UploadQueue:
     """Chunks that leave, written by one thread, so that Ctrl-C can never cut a chunk in two.
 
     Where the worker may have the bytes already, it is asked first. Nobody waits for its answer but the upload itself:
@@ -205,12 +205,12 @@ class Uploads:
                 group.add(self, job)  # before anything is announced: whatever strikes after that, the group cancels it
             announce()
             if log is not None:
-                log.uploaded(transfer, kept)
+                log.note_upload(transfer, kept)
             self._put(job)
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended
             if group is None:
-                with Watch("upload", lambda: (job.sent_bytes, len(view)), self._show_progress) as watch:
+                with TransferWatch("upload", lambda: (job.sent_bytes, len(view)), self._show_progress) as watch:
                     watch.wait(job.done)
         except BaseException:
             self.give_up(job)
@@ -257,7 +257,7 @@ class Uploads:
     def _carry_on(self, job: _Job, item: _Job | Known | Challenge) -> None:
         """Do the next thing for an upload."""
         if isinstance(item, Known):
-            self.offers.answered(job.total, item.known)
+            self.offers.note_answer(job.total, item.known)
             if item.known:
                 job.sent_bytes = job.total
                 self._forget(job)

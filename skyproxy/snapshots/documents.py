@@ -86,7 +86,7 @@ def entry(document: Table, name: str) -> object:
         raise refuse(f"it has no {name!r}") from None
 
 
-def whole(value: object, what: str, most: int = MAX_WHOLE, least: int = 0) -> int:
+def whole_number(value: object, what: str, most: int = MAX_WHOLE, least: int = 0) -> int:
     """Return a whole number from `least` to `most`.
 
     Raises:
@@ -97,9 +97,9 @@ def whole(value: object, what: str, most: int = MAX_WHOLE, least: int = 0) -> in
     return value
 
 
-def wholes(value: object, what: str, most: int = MAX_WHOLE, least: int = 0) -> list[int]:
+def whole_numbers(value: object, what: str, most: int = MAX_WHOLE, least: int = 0) -> list[int]:
     """Return a list of such numbers."""
-    return [whole(item, what, most, least) for item in rows(value, what)]
+    return [whole_number(item, what, most, least) for item in rows(value, what)]
 
 
 def real(value: object, what: str) -> float:

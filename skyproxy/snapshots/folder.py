@@ -31,10 +31,10 @@ from skyproxy.snapshots.documents import (
     table,
     text,
     unpack,
-    whole,
+    whole_number,
 )
 from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, PackReader, PackWriter, piece_digest, pieces_of
-from skyproxy.snapshots.stores import LocalStore, Store
+from skyproxy.snapshots.stores import FileStore, LocalStore
 from skyproxy.torch_codec import byte_view
 
 MAGIC = b"skyproxy snapshot 1\n"
@@ -157,8 +157,8 @@ class SnapshotFolder:
         name: the name that they have in common.
     """
 
-    def __init__(self, place: Store | Path, writer: str = "") -> None:
-        self.store: Store = LocalStore(place) if isinstance(place, Path) else place
+    def __init__(self, place: FileStore | Path, writer: str = "") -> None:
+        self.store: FileStore = LocalStore(place) if isinstance(place, Path) else place
         self.name = self.store.name
         self._writer = writer
 
@@ -273,8 +273,8 @@ class SnapshotFolder:
         return {
             "name": self.name,
             "snapshot": str(number),
-            "sequence": whole(entry(document, "sequence"), "its batch"),
-            "bytes": whole(entry(header, "bytes"), "its size"),
+            "sequence": whole_number(entry(document, "sequence"), "its batch"),
+            "bytes": whole_number(entry(header, "bytes"), "its size"),
             "seconds": max(time.time() - real(entry(header, "made_at"), "when it was made"), 0.0),
             **_session_of(document),
         }
@@ -367,7 +367,7 @@ class SnapshotFolder:
         contents = rows(entry(header, "contents"), "the contents")
         if len(described) != len(contents):
             raise refuse(f"it has {len(described)} storages, and contents of {len(contents)}")
-        sizes = [whole(row[0], "the size of a storage") for row in described]
+        sizes = [whole_number(row[0], "the size of a storage") for row in described]
         if room is not None and sum(sizes) > room:
             raise SnapshotError(
                 f"this snapshot holds {sum(sizes):,} bytes, and this worker has {room:,} left. It is untouched; "
@@ -481,7 +481,7 @@ def _places(header: Table) -> dict[bytes, str]:
     if not all(_PACK_NAME.fullmatch(name) for name in packs):
         raise refuse("it names a file that is none of ours")
     return {
-        data(digest, "a piece's name", DIGEST_BYTES): packs[whole(number, "a pack", len(packs) - 1)]
+        data(digest, "a piece's name", DIGEST_BYTES): packs[whole_number(number, "a pack", len(packs) - 1)]
         for digest, number in rows(entry(header, "pieces"), "the pieces", 2)
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from skyproxy.errors import SnapshotError
-from skyproxy.snapshots.documents import FORMAT, Table, entry, rows, text, whole
+from skyproxy.snapshots.documents import FORMAT, Table, entry, rows, text, whole_number
 
 
 def check_origin(document: Table, torch_version: str, devices: Collection[tuple[str, int]]) -> None:
@@ -19,7 +19,7 @@ def check_origin(document: Table, torch_version: str, devices: Collection[tuple[
     Raises:
         SnapshotError: it is of a newer format, another torch, or other devices.
     """
-    version = whole(entry(document, "format"), "its format", least=1)
+    version = whole_number(entry(document, "format"), "its format", least=1)
     if version > FORMAT:
         raise SnapshotError(
             f"this snapshot has the format {version}, and this worker reads up to {FORMAT}. Nothing was changed; "
@@ -32,7 +32,7 @@ def check_origin(document: Table, torch_version: str, devices: Collection[tuple[
             "differ. The snapshot is untouched; load it on a worker with that torch"
         )
     for kind, index in rows(entry(document, "devices"), "its devices", 2):
-        if (text(kind, "a device", 10), whole(index, "the number of a device")) not in devices:
+        if (text(kind, "a device", 10), whole_number(index, "the number of a device")) not in devices:
             raise SnapshotError(
                 f"this snapshot needs the device {kind!s:.20}:{index!s:.20}, and this worker has "
                 f"{', '.join(f'{k}:{i}' for k, i in sorted(devices))}. The snapshot is untouched; load it on a "

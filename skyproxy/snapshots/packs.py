@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from skyproxy.snapshots.direct_files import ALIGNMENT, DirectFile
 from skyproxy.snapshots.documents import refuse
-from skyproxy.snapshots.stores import Source, Store
+from skyproxy.snapshots.stores import FileStore, Source
 
 PIECE_BYTES = 4 << 20
 """Storages are hashed, and compared with what is there already, in pieces of this size."""
@@ -37,7 +37,7 @@ class PackWriter:
         count: how many pieces there are at most.
     """
 
-    def __init__(self, store: Store, name: str, count: int) -> None:
+    def __init__(self, store: FileStore, name: str, count: int) -> None:
         self.name = name
         self.written_bytes = 0
         self._store = store
@@ -98,7 +98,7 @@ class PackReader:
         SnapshotError: it is not a pack.
     """
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: FileStore, name: str) -> None:
         self._file = store.open(name)
         try:
             self.size = self._file.size

@@ -26,6 +26,7 @@ _URL_MARK = "://"
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.2
 """Before the second attempt at a store elsewhere; twice as long before the third."""
+_LOCK_SECONDS, _LOCK_LOOK_SECONDS = 2.0, 0.01
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that another attempt would meet again."""
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -47,7 +48,7 @@ class Source(Protocol):
         """Let go of it."""
 
 
-class Store(Protocol):
+class FileStore(Protocol):
     """A place with files in it, and with further places.
 
     Every method raises OSError where the place cannot be read or written.
@@ -58,7 +59,7 @@ class Store(Protocol):
 
     name: str
 
-    def child(self, name: str) -> Store:
+    def child(self, name: str) -> FileStore:
         """The place of this name below it; made when something is written there."""
 
     def places(self) -> list[str]:
@@ -94,13 +95,22 @@ class Store(Protocol):
     def remove_place(self) -> None:
         """Delete the place, if nothing is left in it."""
 
+    def exclusive(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Keep others out for a moment, by a lock on a file. A store elsewhere has none, and keeps nobody out."""
+
+    def held(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Have a lock on a file that ends with the block, and with this process; in a store elsewhere there is none."""
+
+    def is_held(self, name: str) -> bool | None:
+        """Return whether a process of this machine has that lock; None where that cannot be known."""
+
 
 def is_address(location: object) -> bool:
     """Return whether this is an address of fsspec, not a path."""
     return isinstance(location, str) and _URL_MARK in location
 
 
-def open_store(location: str | os.PathLike[str]) -> Store:
+def open_store(location: str | os.PathLike[str]) -> FileStore:
     """Return the place at a path or an address.
 
     Raises:
@@ -191,8 +201,54 @@ class LocalStore:
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
+    @contextlib.contextmanager
+    def exclusive(self, name: str) -> Iterator[None]:
+        with _open_lock(self.path / name) as file:
+            deadline = time.monotonic() + _LOCK_SECONDS
+            # Whoever has it may be stopped in between: without end, all others would be, too.
+            while lock(file) is False and time.monotonic() < deadline:
+                time.sleep(_LOCK_LOOK_SECONDS)
+            yield
+
+    @contextlib.contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        with _open_lock(self.path / name) as file:
+            lock(file)
+            yield
+
+    def is_held(self, name: str) -> bool | None:
+        if not (self.path / name).exists():
+            return False
+        with _open_lock(self.path / name) as file:
+            got = lock(file)
+            return None if got is None else not got
+
     def __str__(self) -> str:
         return str(self.path)
+
+
+@contextlib.contextmanager
+def _open_lock(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def lock(file: int) -> bool | None:
+    """Lock an open file until it is closed; return False if somebody else has, None where the system cannot."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _is_shared(folder: Path) -> bool:
@@ -341,9 +397,20 @@ class FsspecStore:
         with contextlib.suppress(Exception):  # an object store has no folders
             self._system.rmdir(self._path)
 
+    def exclusive(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def held(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_held(self, name: str) -> bool | None:
+        return None
+
     def _check_size(self, name: str, byte_count: int) -> None:
-        """Raises:
-        OSError: a file that was just written is not whole.
+        """Refuse a file of another size than was written.
+
+        Raises:
+            OSError: a file that was just written is not whole.
         """
         self._system.invalidate_cache()
         there = self._system.size(self._join(name))

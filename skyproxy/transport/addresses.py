@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
@@ -42,9 +43,8 @@ def check_confidential(host: str, shown: str, *, insecure: bool) -> None:
         return
     raise ConfigurationError(
         f"the connection to {shown} would not be encrypted: anyone on the network path could read the token and all "
-        "tensors. Use wss:// (skyproxy serve --tls), or a tunnel (skyproxy port-forward, "
-        "ssh -L). If the network in between is trusted: "
-        "skyproxy.connect(url, insecure=True), or SKYPROXY_INSECURE=1"
+        "tensors. Use wss:// (skyproxy serve --tls), or a tunnel (skyproxy port-forward, ssh -L). If the network in "
+        "between is trusted: skyproxy.connect(url, insecure=True), or SKYPROXY_INSECURE=1"
     )
 
 
@@ -56,6 +56,26 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def listen_on_loopback(host: str, port: int) -> int | None:
+    """Listen where nobody but this machine can connect; return the descriptor, which is the caller's.
+
+    For the stores of PyTorch: given no socket, they listen on all addresses of the machine, whatever host they are
+    told, and they ask nobody for a token.
+
+    Args:
+        host: where the others look for the listener; None is returned where that is not this machine's loopback.
+        port: 0 for any.
+
+    Raises:
+        OSError: somebody listens there.
+    """
+    if not is_loopback(host):
+        return None
+    address = "127.0.0.1" if host.lower() == "localhost" else host
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family).detach()
 
 
 def parse_url(url: str, token: str) -> Address:

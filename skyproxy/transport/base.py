@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -115,3 +116,19 @@ class Transport(Protocol):
     def bytes_unread(self) -> int:
         """Bytes that have come and wait to be read, as far as the system tells."""
         return 0
+
+
+def recv_before(transport: Transport, deadline: float, clock: Callable[[], float] = time.monotonic) -> Message:
+    """The next message, if it comes in time: a peer may send others than the one that is waited for without end.
+
+    Args:
+        transport: which connection.
+        deadline: on `clock`.
+
+    Raises:
+        TimeoutError: the time is over, whether more messages are there or not.
+    """
+    left_seconds = deadline - clock()
+    if left_seconds <= 0:
+        raise TimeoutError("the time for an answer is over")
+    return transport.recv(left_seconds)

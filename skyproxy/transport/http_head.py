@@ -6,7 +6,7 @@ import logging
 import time
 
 from skyproxy.errors import ProtocolError
-from skyproxy.transport.stream import Stream, remaining
+from skyproxy.transport.stream import ByteStream, remaining
 
 MAX_HEAD_BYTES = 16 << 10
 _END = b"\r\n\r\n"
@@ -15,7 +15,7 @@ SILENT_LOGGER = logging.Logger("skyproxy.websockets", logging.CRITICAL + 1)  # n
 """For websockets' protocol objects, whose debug output has every header: the token must not reach a log."""
 
 
-def read_head(stream: Stream, deadline: float, start: bytes) -> tuple[bytes, bytes]:
+def read_head(stream: ByteStream, deadline: float, start: bytes) -> tuple[bytes, bytes]:
     """Reads a request's or a response's head.
 
     Args:

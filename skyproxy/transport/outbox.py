@@ -21,7 +21,7 @@ from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import Buffer, Message
 from skyproxy.transport.shared_threads import SharedThreads
-from skyproxy.transport.stream import Stream
+from skyproxy.transport.stream import ByteStream
 
 _MAIN_THREAD = threading.main_thread().ident
 """The one thread that runs signal handlers."""
@@ -68,12 +68,16 @@ class Outbox:
             this memory, and knows how much was written, knows whether a frame of theirs would be understood now.
     """
 
-    def __init__(self, stream: Stream, connection: Connection, name: str, threads: SharedThreads | None = None) -> None:
-        """Args:
-        stream: where the frames go.
-        connection: says which message may be sent now.
-        name: of the outbox's thread.
-        threads: do its work in place of a thread of its own.
+    def __init__(
+        self, stream: ByteStream, connection: Connection, name: str, threads: SharedThreads | None = None
+    ) -> None:
+        """Make the outbox of one stream.
+
+        Args:
+            stream: where the frames go.
+            connection: says which message may be sent now.
+            name: of the outbox's thread.
+            threads: do its work in place of a thread of its own.
         """
         self.bytes_sent = 0
         self.error: OSError | None = None

@@ -27,7 +27,6 @@ _HELPERS = 4
 _MOST_HELPERS = 64
 _TICK_SECONDS = 0.05
 """The time that jobs wait for helpers that are all in something that takes long, until there is one more."""
-_REST_SECONDS = 1.0
 _IDLE_SECONDS = 5.0
 _TURN_MESSAGES = 32
 """Of one connection, until it is another one's turn."""
@@ -56,7 +55,8 @@ class SharedThreads:
     """One thread that waits for all connections, and helpers.
 
     There are few helpers, and one more for each tick in which none of them took a job that waits: a peer that is slow
-    holds up a helper, and never the other connections.
+    holds up a helper, and never the other connections. The thread sleeps until something is to do; it counts ticks only
+    while all helpers have something in hand.
 
     Attributes:
         submit: has a helper call a function, soon. One call in C, so that neither Ctrl-C nor a destructor can find it
@@ -78,10 +78,11 @@ class SharedThreads:
         self._sleeps_until = 0.0
         self._taken = 0
         self._taken_before = (0, 0.0)
-        self._extra: list[threading.Thread] = []
-        threads = [threading.Thread(target=self._wait, name="skyproxy-shared", daemon=True)]
-        threads += [threading.Thread(target=self._help, name="skyproxy-helper", daemon=True) for _ in range(_HELPERS)]
-        for thread in threads:
+        self._busy: set[threading.Thread] = set()
+        self._were_all_busy = False
+        helpers = [threading.Thread(target=self._help, name="skyproxy-helper", daemon=True) for _ in range(_HELPERS)]
+        self._helpers = set(helpers)
+        for thread in (threading.Thread(target=self._wait, name="skyproxy-shared", daemon=True), *helpers):
             thread.start()
 
     def watch(self, receiver: Receiver) -> None:
@@ -101,6 +102,10 @@ class SharedThreads:
         if due < self._sleeps_until:
             self._ring()
 
+    def look_around(self) -> None:
+        """Notice receivers whose sockets were closed here, or are others now: no event tells of them."""
+        self._ring()
+
     def _ring(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._bell, 1)
@@ -114,30 +119,28 @@ class SharedThreads:
                 self._keep_appointments()
                 for descriptor in self._wait_for_events():
                     self._read(descriptor)
-                self._relieve()
+                self._relieve_helpers()
             except Exception:  # everybody else's connections are read here, too
                 logger.exception("skyproxy: the thread that pools share failed, and goes on")
                 time.sleep(_TICK_SECONDS)
 
     def _wait_for_events(self) -> list[int]:
         """Return the descriptors that can be read now."""
-        if self._unread:
-            seconds = 0.0
-        else:
-            now = time.monotonic()
-            until = now + (_TICK_SECONDS if self._receivers or self._jobs.qsize() else _REST_SECONDS)
-            if self._planned:
-                until = min(until, self._planned[0][0])
-            self._sleeps_until = until
-            # Asked after it was said: what comes behind this rings.
-            is_needed = not (self._arrivals.empty() and self._appointments.empty())
-            seconds = 0.0 if is_needed else max(until - now, 0.0)
+        self._sleeps_until = self._planned[0][0] if self._planned else math.inf
+        # Asked after it was said: what comes behind this rings.
+        if self._unread or not (self._arrivals.empty() and self._appointments.empty()):
+            self._sleeps_until = 0.0
+        elif self._were_all_busy or len(self._busy) >= len(self._helpers):
+            self._were_all_busy = False
+            self._sleeps_until = min(self._sleeps_until, time.monotonic() + _TICK_SECONDS)
+        seconds = max(self._sleeps_until - time.monotonic(), 0.0)
         ready = dict.fromkeys(self._unread)
         # Rounded up: before its time is over, nothing is due.
-        for descriptor, _ in self._poll.poll(math.ceil(seconds * 1e3) / 1e3):
+        for descriptor, _ in self._poll.poll(None if seconds == math.inf else math.ceil(seconds * 1e3) / 1e3):
             if descriptor == self._bell:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bell)
+                self._let_closed_go()
             else:
                 ready[descriptor] = None
         self._sleeps_until = 0.0
@@ -202,36 +205,47 @@ class SharedThreads:
                 with contextlib.suppress(OSError):
                     self._poll.register(known, select.EPOLLIN)
 
-    def _relieve(self) -> None:
-        """Notice what no event tells: sockets that were closed here, and helpers that are all held up."""
-        taken, since = self._taken_before
-        now = time.monotonic()
-        if now - since < _TICK_SECONDS:
-            return
+    def _let_closed_go(self) -> None:
         for descriptor, receiver in list(self._receivers.items()):
             if receiver.fileno() != descriptor:
                 self._let_go(descriptor, receiver)
-        if self._jobs.qsize() and self._taken == taken:
-            self._extra = [thread for thread in self._extra if thread.is_alive()]
-            if len(self._extra) < _MOST_HELPERS - _HELPERS:
-                thread = threading.Thread(target=self._help_out, name="skyproxy-helper", daemon=True)
-                self._extra.append(thread)
-                thread.start()
-        self._taken_before = self._taken, now
+
+    def _relieve_helpers(self) -> None:
+        """Have one helper more where a tick has passed in which none took a job that waits."""
+        taken, since = self._taken_before
+        now = time.monotonic()
+        if self._taken != taken or len(self._busy) < len(self._helpers):
+            self._taken_before = self._taken, now
+        elif now - since >= _TICK_SECONDS and self._jobs.qsize() and len(self._helpers) < _MOST_HELPERS:
+            self._taken_before = taken, now
+            helper = threading.Thread(target=self._help, args=(_IDLE_SECONDS,), name="skyproxy-helper", daemon=True)
+            self._helpers.add(helper)
+            helper.start()
 
     # --- the helpers -------------------------------------------------------------------------------------------------
 
-    def _help(self) -> None:
-        while True:
-            self._do(self._jobs.get())
-
-    def _help_out(self) -> None:
+    def _help(self, idle_seconds: float | None = None) -> None:
+        me = threading.current_thread()
         with contextlib.suppress(queue.Empty):
             while True:
-                self._do(self._jobs.get(timeout=_IDLE_SECONDS))
+                job = self._jobs.get(timeout=idle_seconds)
+                self._taken += 1
+                self._busy.add(me)
+                self._note_whether_all_are_busy()
+                self._do(job)
+                del job  # else the last one would live until the next
+                self._busy.discard(me)
+        self._helpers.discard(me)
+        self._note_whether_all_are_busy()
+
+    def _note_whether_all_are_busy(self) -> None:
+        """Have the thread count ticks while nobody is there for the next job."""
+        if len(self._busy) >= len(self._helpers):
+            self._were_all_busy = True
+            if self._sleeps_until > time.monotonic() + _TICK_SECONDS:
+                self._ring()
 
     def _do(self, job: Callable[[], object]) -> None:
-        self._taken += 1
         try:
             job()
         except Exception:
@@ -266,10 +280,12 @@ class Lane(Generic[T]):
         at_rest: Callable[[], object] = lambda: None,
         threads: SharedThreads | None = None,
     ) -> None:
-        """Args:
-        attend: what to do with each.
-        at_rest: called when there are none left.
-        threads: whose helpers do it; None: somebody runs `run` on a thread.
+        """Make an empty lane.
+
+        Args:
+            attend: what to do with each.
+            at_rest: called when there are none left.
+            threads: whose helpers do it; None: somebody runs `run` on a thread.
         """
         self._attend = attend
         self._at_rest = at_rest
@@ -316,6 +332,13 @@ class Lane(Generic[T]):
 
 _lock = threading.Lock()
 _current: tuple[int, SharedThreads] | None = None
+
+
+def tell_of_closed_socket() -> None:
+    """Have the threads of this process, where there are any, notice that a socket was closed."""
+    current = _current
+    if current is not None and current[0] == os.getpid():
+        current[1].look_around()
 
 
 def shared_threads() -> SharedThreads | None:

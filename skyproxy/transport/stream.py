@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from skyproxy.protocol.messages import Buffer
+from skyproxy.transport.shared_threads import tell_of_closed_socket
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """A two-way stream of bytes. One thread may read while another writes."""
 
     interruptible: bool
@@ -60,16 +61,37 @@ class Stream(Protocol):
         return -1
 
 
-class PlainStream(Stream):
-    """A stream without encryption."""
-
-    interruptible = True
+class SocketStream(ByteStream):
+    """A stream whose bytes, plain or encrypted, go through one connected socket, which belongs to it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         sock.settimeout(None)
         prepare(sock)
         self._readable = Readable(sock)
+
+    def unread_bytes(self) -> int:
+        return unread_bytes(self._socket)  # as they came, encrypted where they are
+
+    def shutdown(self) -> None:
+        shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+        tell_of_closed_socket()
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 after `close`."""
+        return self._socket.fileno()
+
+
+class PlainStream(SocketStream):
+    """A stream without encryption."""
+
+    interruptible = True
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
         self._send = sock.send
         self._recv_into = sock.recv_into
         self._sendmsg: Callable[[list[Buffer]], int] | None = getattr(sock, "sendmsg", None)
@@ -90,21 +112,8 @@ class PlainStream(Stream):
             return -1
         return self._recv_into(view)
 
-    def unread_bytes(self) -> int:
-        return unread_bytes(self._socket)
-
     def shutdown_write(self) -> None:
         shutdown(self._socket, socket.SHUT_WR)
-
-    def shutdown(self) -> None:
-        shutdown(self._socket, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def fileno(self) -> int:
-        """The socket's descriptor; -1 after `close`."""
-        return self._socket.fileno()
 
 
 def unread_bytes(sock: socket.socket) -> int:
@@ -161,7 +170,7 @@ def shutdown(sock: socket.socket, how: int) -> None:
         pass
 
 
-def write_all(stream: Stream, data: bytes) -> None:
+def write_all(stream: ByteStream, data: bytes) -> None:
     """Writes all of `data` from a thread that nothing interrupts, or before anything else was sent."""
     counts: list[int] = []
     while (done := sum(counts)) < len(data):

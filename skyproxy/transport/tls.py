@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from skyproxy.protocol.messages import Buffer
-from skyproxy.transport.stream import Readable, Stream, prepare, remaining, shutdown, unread_bytes
+from skyproxy.transport.stream import SocketStream, remaining, shutdown
 
 _PIECE_BYTES = 128 << 10
 _READ_BYTES = 256 << 10
 
 
-class TlsStream(Stream):
+class TlsStream(SocketStream):
     """A stream with TLS.
 
     Attributes:
@@ -53,10 +53,7 @@ class TlsStream(Stream):
             TimeoutError: it took too long.
             OSError: the connection is gone.
         """
-        self._socket = sock
-        sock.settimeout(None)
-        prepare(sock)
-        self._readable = Readable(sock)
+        super().__init__(sock)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         # Any: the type stubs do not know that `read` with a buffer returns a count.
@@ -145,9 +142,6 @@ class TlsStream(Stream):
             self.on_output()
         return filled if filled or ended else None
 
-    def unread_bytes(self) -> int:
-        return unread_bytes(self._socket)  # as they came: encrypted
-
     def shutdown_write(self) -> None:
         try:
             with self._lock:
@@ -159,13 +153,3 @@ class TlsStream(Stream):
         except OSError:
             pass
         shutdown(self._socket, socket.SHUT_WR)
-
-    def shutdown(self) -> None:
-        shutdown(self._socket, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def fileno(self) -> int:
-        """The socket's descriptor; -1 after `close`."""
-        return self._socket.fileno()

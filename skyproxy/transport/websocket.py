@@ -23,7 +23,7 @@ from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.addresses import Address, check_confidential, parse_url
 from skyproxy.transport.http_head import SILENT_LOGGER, read_head
 from skyproxy.transport.shared_threads import SharedThreads
-from skyproxy.transport.stream import PlainStream, Stream, remaining, write_all
+from skyproxy.transport.stream import ByteStream, PlainStream, remaining, write_all
 from skyproxy.transport.tls import TlsStream
 from skyproxy.transport.trust import WrongCertificateError
 from skyproxy.transport.websocket_transport import WebSocketTransport
@@ -108,7 +108,7 @@ def _connect_tcp(address: Address, settings: Settings) -> socket.socket:
 
 def _secure(
     sock: socket.socket, address: Address, ssl_context: ssl.SSLContext | None, deadline: float, server_name: str
-) -> Stream:
+) -> ByteStream:
     if not address.secure:
         return PlainStream(sock)
     context = ssl_context or ssl.create_default_context()
@@ -129,7 +129,7 @@ def _secure(
         raise _failure(address, str(exc), "Check that the url names a worker.") from exc
 
 
-def _upgrade(stream: Stream, address: Address, token: str, deadline: float) -> bytes:
+def _upgrade(stream: ByteStream, address: Address, token: str, deadline: float) -> bytes:
     """Makes a WebSocket of an HTTP connection; the bytes that came behind the response."""
     protocol = ClientProtocol(parse_uri(address.url), max_size=None, logger=SILENT_LOGGER)
     request = protocol.connect()

@@ -76,12 +76,14 @@ class MessageReader:
         on_control: Callable[[int, bytes], None],
         received: bytes = b"",
     ) -> None:
-        """Args:
-        connection: checks what comes in.
-        masked: whether the peer must mask, as clients must; else it must not.
-        max_frame_bytes: the largest message that we accept.
-        on_control: is told of each control frame, with its opcode and payload.
-        received: bytes that came in already.
+        """Begin at the first byte after the upgrade.
+
+        Args:
+            connection: checks what comes in.
+            masked: whether the peer must mask, as clients must; else it must not.
+            max_frame_bytes: the largest message that we accept.
+            on_control: is told of each control frame, with its opcode and payload.
+            received: bytes that came in already.
         """
         self.sink: PayloadSink | None = None
         self._connection = connection
@@ -215,7 +217,7 @@ class MessageReader:
         self._connection.on_receive(message, head.frame_bytes)
         return message
 
-    def _place(self, head: framing.Head) -> memoryview:
+    def _place(self, head: framing.DecodedHead) -> memoryview:
         """Memory for all buffers of a message."""
         total = sum(head.buffer_lengths)
         if self.sink is not None and len(head.buffer_lengths) == 1 and total:

@@ -20,7 +20,7 @@ from skyproxy.transport.base import PayloadSink, Transport
 from skyproxy.transport.masking import address, load_numpy, mask, mask_parts
 from skyproxy.transport.outbox import Frame, Outbox
 from skyproxy.transport.shared_threads import SharedThreads
-from skyproxy.transport.stream import Stream, remaining
+from skyproxy.transport.stream import ByteStream, remaining
 from skyproxy.transport.tls import TlsStream
 
 _JOINED_BYTES = 32 << 10
@@ -47,20 +47,22 @@ class WebSocketTransport(Transport):
 
     def __init__(
         self,
-        stream: Stream,
+        stream: ByteStream,
         role: str,
         settings: Settings = SETTINGS,
         received: bytes = b"",
         connection: Connection | None = None,
         threads: SharedThreads | None = None,
     ) -> None:
-        """Args:
-        stream: the connected stream; it belongs to the transport from now on.
-        role: `CLIENT` or `WORKER`.
-        settings: limits.
-        received: what came in after the upgrade already.
-        connection: how far the connection has come, where somebody else began it.
-        threads: write what its senders may not write themselves; by default a thread of its own does.
+        """Begin to speak on a stream whose upgrade is done.
+
+        Args:
+            stream: the connected stream; it belongs to the transport from now on.
+            role: `CLIENT` or `WORKER`.
+            settings: limits.
+            received: what came in after the upgrade already.
+            connection: how far the connection has come, where somebody else began it.
+            threads: write what its senders may not write themselves; by default a thread of its own does.
         """
         self._connection = Connection(role) if connection is None else connection
         self._stream = stream
@@ -394,7 +396,7 @@ class WebSocketTransport(Transport):
         return SessionLostError(f"The {self._peer} is gone: {reason}")
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> ByteStream:
         """The stream below."""
         return self._stream
 

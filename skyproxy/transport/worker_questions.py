@@ -9,6 +9,7 @@ from skyproxy.errors import ConnectError, visible
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import OPERATIONS, Batch, Failure, Hello, Reply, RequestId, Sequence
 from skyproxy.protocol.versions import SUPPORTED
+from skyproxy.transport.base import recv_before
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context
 from skyproxy.transport.websocket import connect_websocket
@@ -50,7 +51,7 @@ def ask_control(
         transport.send(Batch(Sequence(1), [commands.CALL, _REQUEST, control, list(arguments)]))
         deadline = time.monotonic() + timeout_seconds  # a worker may send other things for ever
         while True:
-            message = transport.recv(max(deadline - time.monotonic(), 0.0))
+            message = recv_before(transport, deadline)
             if isinstance(message, Reply) and message.request == _REQUEST:
                 return message.value
             if isinstance(message, Failure) and message.request == _REQUEST:

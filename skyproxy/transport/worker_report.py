@@ -19,6 +19,12 @@ from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.trust import client_context
 
 _MAX_BYTES = 1 << 20
+_MOST = 1 << 63
+_OF_A_DEVICE = {"type", "index"}
+_NUMBERS = {
+    *("sessions", "processes", "memory_bytes", "detached", "named", "calls_running", "jobs_running", "idle_seconds"),
+    *("commands", "used_memory_bytes", "total_memory_bytes"),
+}
 _MOST_STEPS = 4
 """The bound of the whole answer, in bounds of a step: a worker could send a byte a step."""
 
@@ -73,10 +79,7 @@ def ask_worker(
             raise ConnectError(
                 f"the worker at {shown} does not report its state (HTTP {answer.status}). Is it a skyproxy worker?"
             )
-        report = _show(json.loads(body))
-        if not isinstance(report, dict):
-            raise ValueError("its answer is not a table")
-        return report
+        return _check_numbers(_show(json.loads(body)), path)
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         if isinstance(error, ConnectError):
             raise
@@ -92,6 +95,27 @@ def _hang_up(connection: http.client.HTTPConnection) -> None:
     """End an answer that takes too long: whoever reads it is told so at once."""
     with contextlib.suppress(OSError, AttributeError):  # it has just ended, or has not begun
         connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _check_numbers(report: object, path: str) -> dict[str, Any]:
+    """Return a report, if what others compute with are numbers.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(report, dict):
+        raise ValueError("its answer is not a table")
+    devices = report.get("devices", [])
+    if not isinstance(devices, list) or not all(
+        isinstance(row, dict) and row.keys() >= _OF_A_DEVICE for row in devices
+    ):
+        raise ValueError("its answer has devices that are none")
+    numbers = _NUMBERS - {"sessions"} if path == "/status" else _NUMBERS  # there they are rows; who shows them looks
+    for row in (report, *devices):
+        for name in numbers & row.keys():
+            if type(row[name]) not in (int, float) or not -1 < row[name] < _MOST:  # clocks are read one by one
+                raise ValueError(f"its answer has {row[name]!r:.80} for {name}")
+    return report
 
 
 def _show(value: object) -> Any:

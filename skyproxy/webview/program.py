@@ -17,7 +17,7 @@ from skyproxy.profiling import profiles
 from skyproxy.webview.history import History
 from skyproxy.webview.server import PageServer
 from skyproxy.webview.spans import bounded_spans
-from skyproxy.webview.workers import looked_at
+from skyproxy.webview.workers import ask_worker_status
 
 _INTERVAL_SECONDS = 2.0
 _FRAME_HEIGHT = 640
@@ -79,7 +79,7 @@ class WebView:
 
     def _look(self) -> dict[str, object]:
         nodes = [node for node in list_nodes() if node.alive]
-        workers = [looked_at(_name_of(node), node.worker_status) for node in nodes]
+        workers = [ask_worker_status(_name_of(node), node.worker_status) for node in nodes]
         running = {str(row.get("session")): row["running"] for worker in workers for row in worker["sessions"]}
         program = {
             "sessions": [_session_row(node, running) for node in nodes],

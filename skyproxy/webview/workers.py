@@ -22,19 +22,19 @@ def workers_status(title: str, workers: Mapping[str, Ask]) -> dict[str, Any]:
         title: for people.
         workers: how to ask each, by name.
     """
-    return {"title": title, "workers": [looked_at(name, ask) for name, ask in workers.items()], "program": None}
+    return {"title": title, "workers": [ask_worker_status(name, ask) for name, ask in workers.items()], "program": None}
 
 
-def looked_at(name: str, ask: Ask) -> dict[str, Any]:
+def ask_worker_status(name: str, ask: Ask) -> dict[str, Any]:
     """Return a worker's answer with its name; where there is none, why, under "problem"."""
     try:
         answer = ask()
     except (SkyproxyError, OSError) as error:
         return {"name": name, "problem": str(error), "worker": {}, "sessions": [], "jobs": [], "log": []}
-    return {**shaped(answer), "name": name}
+    return {**normalize(answer), "name": name}
 
 
-def shaped(answer: object) -> dict[str, Any]:
+def normalize(answer: object) -> dict[str, Any]:
     """Return a worker's answer with the parts that the page reads, of the right kinds and bounded in size."""
     plain = _truncate(answer, _MAX_DEPTH)
     given = plain if isinstance(plain, dict) else {}

@@ -17,7 +17,7 @@ import torch
 
 from skyproxy.errors import ConfigurationError, FunctionCrashedError, LimitExceededError, RemoteFunctionError
 from skyproxy.payloads.pickling import PLAIN, Unpickler
-from skyproxy.payloads.tensors import Row, dressed
+from skyproxy.payloads.tensors import Row, as_leaf
 from skyproxy.runtime.breakpoints import DEBUGGERS, Debugger, Place, describe, is_quit, stop_tracing
 from skyproxy.runtime.calls import CallContext, entered_call
 from skyproxy.runtime.project_code import PROJECT_CODE
@@ -246,7 +246,7 @@ class FunctionCall:
 
         def referred(row: Row, number: int) -> torch.Tensor:
             # An alias of its own: an ordinary tensor for the function, and metadata of its own for the client.
-            given[number] = dressed(arguments[number].detach(), row)
+            given[number] = as_leaf(arguments[number].detach(), row)
             return given[number]
 
         PROJECT_CODE.enter(self.session)

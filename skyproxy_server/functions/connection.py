@@ -16,7 +16,7 @@ from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
 from skyproxy_server import audit
 from skyproxy_server.auth import client_of
-from skyproxy_server.functions.events import Event
+from skyproxy_server.functions.events import OutgoingEvent
 from skyproxy_server.functions.known_functions import DIGEST_BYTES
 from skyproxy_server.functions.payload_file import is_payload_file, read_payload_file
 from skyproxy_server.functions.registry import NEVER_BEGUN, Calls
@@ -39,12 +39,14 @@ class FunctionsConnection:
         settings: Settings,
         bind: Callable[[str], object] | None = None,
     ) -> None:
-        """Args:
-        calls: all calls.
-        session: the session's name.
-        transport: the connection.
-        settings: limits.
-        bind: lets a call of the session begin that has no tensor arguments; None where that is not for this client.
+        """Make the connection of one client; `run` reads it.
+
+        Args:
+            calls: all calls.
+            session: the session's name.
+            transport: the connection.
+            settings: limits.
+            bind: lets a call of the session begin that has no tensor arguments; None where that is not for this client.
         """
         self._calls = calls
         self._bind = bind
@@ -143,7 +145,7 @@ class FunctionsConnection:
         """
         self._transport.send(message)
 
-    def send_event(self, call: str, event: Event) -> None:
+    def send_event(self, call: str, event: OutgoingEvent) -> None:
         """Sends an event, with its payload if it has one.
 
         Raises:

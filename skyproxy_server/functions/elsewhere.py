@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from skyproxy.protocol.messages import Message
-from skyproxy_server.functions.events import Listener
+from skyproxy_server.functions.events import EventListener
 
 
-class RemoteListener(Listener, Protocol):
+class RemoteListener(EventListener, Protocol):
     """A client's functions connection, as whoever speaks for another process's call uses it."""
 
     def forward(self, message: Message) -> None:

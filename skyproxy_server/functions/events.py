@@ -24,7 +24,7 @@ _SHED = (
 )
 
 
-class Event:
+class OutgoingEvent:
     """One thing that the caller is told.
 
     Attributes:
@@ -44,10 +44,10 @@ class Event:
         self.size = sum(map(flat_size, self.pieces or ())) + len(value.get("text", "")) + _EVENT_BYTES
 
 
-class Listener(Protocol):
+class EventListener(Protocol):
     """The connection on which a call's events go."""
 
-    def send_event(self, call: str, event: Event) -> None:
+    def send_event(self, call: str, event: OutgoingEvent) -> None:
         """Send an event to the caller.
 
         Raises:
@@ -74,8 +74,8 @@ class Events:
         self.told_end = False
         self._call = call
         self._settings = settings
-        self._listener: Listener | None = None
-        self._log: deque[Event] = deque()
+        self._listener: EventListener | None = None
+        self._log: deque[OutgoingEvent] = deque()
         self._number = 0
         self._held = {"output": 0, "item": 0}
         """Bytes of output, and items, that the caller has not seen."""
@@ -95,7 +95,7 @@ class Events:
             if kind == "output" and self._lost_bytes:
                 value["lost"], self._lost_bytes = self._lost_bytes, 0
             self._number += 1
-            event = Event(self._number, kind, value, pickled, kept or [])
+            event = OutgoingEvent(self._number, kind, value, pickled, kept or [])
             self.ended = kind in _LAST
             self._log.append(event)
             self._count(event, 1)
@@ -103,11 +103,11 @@ class Events:
                 self._drop_output()
             self._send(event)
 
-    def _count(self, event: Event, sign: int) -> None:
+    def _count(self, event: OutgoingEvent, sign: int) -> None:
         if event.kind in self._held:
             self._held[event.kind] += sign * (event.size if event.kind == "output" else 1)
 
-    def _send(self, event: Event) -> None:
+    def _send(self, event: OutgoingEvent) -> None:
         if self._listener is not None:
             try:
                 self._listener.send_event(self._call, event)
@@ -141,18 +141,18 @@ class Events:
 
     # --- the caller --------------------------------------------------------------------------------------------------
 
-    def attach(self, listener: Listener, number: int) -> None:
+    def attach(self, listener: EventListener, number: int) -> None:
         """Events go to `listener` from now on, those behind `number` first."""
         with self.lock:
             self._listener = listener
             for event in [event for event in self._log if event.number > number]:
                 if event.pieces is None:
                     words = {"type": "LimitExceededError", "traceback": "", "message": _SHED}
-                    event = Event(event.number, "error", words, None, [])
+                    event = OutgoingEvent(event.number, "error", words, None, [])
                 self._send(event)
             self.changed.notify_all()
 
-    def detach(self, listener: Listener) -> None:
+    def detach(self, listener: EventListener) -> None:
         """Nobody listens any more, if it was this one who did.
 
         Whoever never listened does not wait for the lock: a call holds it while its own client is slow to read.
@@ -173,7 +173,7 @@ class Events:
         """The caller has seen outputs and taken items up to these events."""
         with self.lock:
             seen = {"output": outputs, "item": items, "started": outputs}
-            kept: deque[Event] = deque()
+            kept: deque[OutgoingEvent] = deque()
             for event in self._log:
                 # An item is kept while its tensors are: the client takes those by an operation of their own.
                 if event.number > seen.get(event.kind, 0) or (event.kind == "item" and event.kept):

@@ -24,8 +24,8 @@ from skyproxy.errors import FunctionCrashedError, ProtocolError
 from skyproxy.payloads.pickling import Pickled
 from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
-from skyproxy_server.control_channel import Channel, ChannelClosedError
-from skyproxy_server.endings import Ending
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
+from skyproxy_server.endings import ProcessEnding
 from skyproxy_server.functions.events import Events
 from skyproxy_server.functions.known_functions import KnownFunction
 from skyproxy_server.functions.lent_tensors import LentTensors, tensor_in
@@ -134,7 +134,7 @@ class IsolatedCall:
 
     def _send(
         self,
-        channel: Channel,
+        channel: ControlChannel,
         call: Caller,
         task: Said,
         pieces: Sequence[Any],
@@ -301,11 +301,11 @@ class IsolatedCall:
         )
 
 
-def _explain_ending(ending: Ending) -> str:
+def _explain_ending(ending: ProcessEnding) -> str:
     advice = ""
     if ending.signal_number == 9:
         advice = " (most often, memory ran out)"
-    return ending.how + advice
+    return ending.description + advice
 
 
 def _ask_to_stop(process: Fledgling) -> None:

@@ -26,10 +26,10 @@ from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import SETTINGS
 from skyproxy_server import limits
 from skyproxy_server.activity import Activity
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.functions import output, terminal
 from skyproxy_server.functions.call import FunctionCall
-from skyproxy_server.functions.events import Event
+from skyproxy_server.functions.events import OutgoingEvent
 from skyproxy_server.functions.known_functions import KnownFunction
 from skyproxy_server.functions.lent_tensors import Borrowed, kind_of
 from skyproxy_server.functions.memory_files import bytes_of, read_into, write_pieces
@@ -49,7 +49,7 @@ class IsolatedFunction:
         files: the memory of its arguments.
     """
 
-    def __init__(self, channel: Channel, start: Start, files: Sequence[int]) -> None:
+    def __init__(self, channel: ControlChannel, start: Start, files: Sequence[int]) -> None:
         self._channel = channel
         storages, rows = start["lent"]
         self._borrowed = Borrowed(storages, rows, files)
@@ -87,7 +87,7 @@ class IsolatedFunction:
         if self._cancelled or not self._told_end:
             end(1)
 
-    def send_event(self, call: str, event: Event) -> None:
+    def send_event(self, call: str, event: OutgoingEvent) -> None:
         """Tell the worker; as `Listener`."""
         if self._cancelled:
             return
@@ -102,7 +102,7 @@ class IsolatedFunction:
             os.write(2, f"what the function has made cannot be passed on: {error}\n".encode())
             raise SessionLostError(str(error)) from error
 
-    def _send_values(self, event: Event) -> None:
+    def _send_values(self, event: OutgoingEvent) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the worker's streams know nothing of ours
         pieces: list[Buffer | torch.Tensor] = list(event.pieces or ())
@@ -119,7 +119,9 @@ class IsolatedFunction:
         finally:
             os.close(file)
 
-    def _lend(self, event: Event, pieces: list[Buffer | torch.Tensor]) -> tuple[list[list[object]], list[list[object]]]:
+    def _lend(
+        self, event: OutgoingEvent, pieces: list[Buffer | torch.Tensor]
+    ) -> tuple[list[list[object]], list[list[object]]]:
         """Describe the tensors of an event, so that the worker makes the same."""
         storages: list[list[object]] = []
         numbers: dict[int | None, int] = {}
@@ -181,7 +183,7 @@ def main(control: int, out: int, err: int) -> NoReturn:
     for descriptor, target in ((out, 1), (err, 2)):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    channel = Channel(socket.socket(fileno=control))
+    channel = ControlChannel(socket.socket(fileno=control))
     try:
         message, descriptors = channel.receive()
         files: list[int] = []
@@ -214,13 +216,15 @@ def _read_start(file: int, head_bytes: int) -> tuple[Start, list[object]]:
 
 def _settle(start: Start) -> None:
     """Make this process what the worker's own is for a function."""
-    os.environ.clear()
-    os.environ.update(start["environment"])
+    if dict(os.environ) != start["environment"]:
+        os.environ.clear()
+        os.environ.update(start["environment"])
     os.chdir(start["folder"])
     random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    # Not by way of numpy, which imports it for whoever asks; what is imported later seeds itself.
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
     torch.set_num_threads(start["threads"])
     torch_modes.put_in_force(start["modes"])
     put_generator_states(start["random"])

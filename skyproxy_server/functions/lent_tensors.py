@@ -36,9 +36,11 @@ class LentTensors:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], held: Iterable[object]) -> None:
-        """Args:
-        tensors: the arguments.
-        held: all values of the session.
+        """Prepare to lend the tensors of one call.
+
+        Args:
+            tensors: the arguments.
+            held: all values of the session.
 
         Raises:
             TypeError: one of them has no memory that could be lent.

@@ -13,8 +13,8 @@ import sys
 import threading
 
 from skyproxy.errors import LimitExceededError, RemoteFunctionError
-from skyproxy_server.control_channel import Channel, ChannelClosedError
-from skyproxy_server.endings import Ending
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
+from skyproxy_server.endings import ProcessEnding
 from skyproxy_server.limits import are_sessions_separable
 
 ENDING = struct.Struct("!ii")
@@ -34,10 +34,10 @@ class Fledgling:
         out, err: what it writes to its standard output and error, as files that do not block.
     """
 
-    def __init__(self, number: int, nursery: Channel) -> None:
+    def __init__(self, number: int, nursery: ControlChannel) -> None:
         self._number = number
         self._nursery = nursery
-        self.channel, theirs = Channel.pair(send_seconds=_SEND_SECONDS)
+        self.channel, theirs = ControlChannel.pair(send_seconds=_SEND_SECONDS)
         self.out, out = os.pipe()
         self.err, err = os.pipe()
         self._report, report = os.pipe()
@@ -67,19 +67,19 @@ class Fledgling:
         with contextlib.suppress(ChannelClosedError):
             self._nursery.send({"order": "kill", "number": self._number})
 
-    def ending(self) -> Ending:
+    def ending(self) -> ProcessEnding:
         """Wait until it has ended, but not for long; it is killed then."""
         for _ in range(2):
             if self._has_reported(_END_SECONDS):
                 break
             self.kill()
         else:
-            return Ending(reason="it did not end")
+            return ProcessEnding(reason="it did not end")
         data = os.read(self._report, ENDING.size)
         if len(data) < ENDING.size:
-            return Ending(reason="the process that it was forked from has ended")
+            return ProcessEnding(reason="the process that it was forked from has ended")
         number, status = ENDING.unpack(data)
-        return Ending(number, status)
+        return ProcessEnding(number, status)
 
     def close(self) -> None:
         """Let go of it; it ends where it has not."""
@@ -102,7 +102,7 @@ class Nursery:
         self._max_processes = max_processes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
+        self._channel: ControlChannel | None = None
         self._spare: Fledgling | None = None
         self._numbers = itertools.count(1)
         self._busy = 0
@@ -150,7 +150,7 @@ class Nursery:
 
     def _start(self) -> None:
         _allow_many_files()
-        channel, theirs = Channel.pair()
+        channel, theirs = ControlChannel.pair()
         with theirs:
             command = [sys.executable, "-P", "-m", "skyproxy_server.functions.nursery_process"]
             self._process = subprocess.Popen(

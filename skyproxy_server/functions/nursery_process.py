@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from skyproxy.collector import collector_paused, set_loaded_aside
 from skyproxy_server import limits
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.functions.nursery import ENDING
 
 _PARENT, _ORDERS = "parent", "orders"
@@ -40,7 +40,7 @@ class _Child:
     report: int
 
 
-class Nursery:
+class ForkedChildren:
     """The children of this process.
 
     Args:
@@ -48,7 +48,7 @@ class Nursery:
         parent: whose end ends all.
     """
 
-    def __init__(self, channel: Channel, parent: int) -> None:
+    def __init__(self, channel: ControlChannel, parent: int) -> None:
         self._channel = channel
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
@@ -136,9 +136,9 @@ class Nursery:
 
 def main() -> int:
     """Load what functions need and fork their processes, until the worker is gone."""
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the worker, which ends us
-    limits.be_first_to_go()
+    limits.raise_oom_score()
     limits.hide_memory()
     limits.set_name("skyproxy-nurse")
     limits.adopt_orphans()
@@ -147,7 +147,7 @@ def main() -> int:
     with collector_paused():
         import skyproxy_server.functions.isolated_process  # noqa: F401 - with all that a function needs
     set_loaded_aside()
-    Nursery(channel, int(sys.argv[2])).run()
+    ForkedChildren(channel, int(sys.argv[2])).run()
     return 0
 
 

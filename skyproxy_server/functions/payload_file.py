@@ -7,7 +7,7 @@ import re
 import stat
 from collections.abc import Sequence
 
-from skyproxy.payloads.pieces import Assembly
+from skyproxy.payloads.pieces import FILE_NAME, Assembly
 from skyproxy.protocol.call_messages import CallData
 
 _PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", re.ASCII)
@@ -23,17 +23,21 @@ def read_payload_file(path: str, assembly: Assembly[object], call: str, sizes: S
     """Take all pieces of a payload from a file.
 
     A client that may send functions can read whatever this process can; so the path is no secret to be kept from it.
-    What is in the file is trusted no more than what would have been sent.
+    What is in the file is trusted no more than what would have been sent. A client's descriptors are used again, and
+    workers of other machines have other files under the same path: so its name and its size must be right.
 
     Raises:
-        OSError: it cannot be opened here, or is no file of this size.
+        OSError: it cannot be opened here, or is no payload of this size.
     """
     # Without waiting: it could be a pipe, which nobody writes to.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != sum(sizes):
-            raise OSError(f"{path} is no file of {sum(sizes)} bytes")
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if not stat.S_ISREG(status.st_mode) or name.partition(" ")[0] != f"/memfd:{FILE_NAME}":
+            raise OSError(f"{path} is no payload in memory")
+        if status.st_size != sum(sizes):
+            raise OSError(f"{path} has {status.st_size} bytes, and not {sum(sizes)}")
         at = 0
         for index, size in enumerate(sizes):
             for offset in range(0, size, _PART_BYTES):

@@ -19,7 +19,7 @@ from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions.call import FunctionCall
 from skyproxy_server.functions.elsewhere import Elsewhere, RemoteListener
-from skyproxy_server.functions.events import Listener
+from skyproxy_server.functions.events import EventListener
 from skyproxy_server.functions.isolated_call import Loan
 from skyproxy_server.functions.known_functions import KnownFunction, KnownFunctions
 from skyproxy_server.functions.nursery import Nursery
@@ -124,7 +124,7 @@ class Calls:
     # --- what connections ask for ------------------------------------------------------------------------------------
 
     def start(
-        self, session: str, listener: Listener, identity: str, task: dict[str, Any], pieces: Sequence[object]
+        self, session: str, listener: EventListener, identity: str, task: dict[str, Any], pieces: Sequence[object]
     ) -> CallEvent | None:
         """Begins a call, unless it was begun before; what to answer if the function that it names is not here."""
         call = self._get_or_make(identity, session)
@@ -170,7 +170,7 @@ class Calls:
             return None  # whoever looks for it answers
         return self.attach_here(listener, identity, number)
 
-    def attach_here(self, listener: Listener, identity: str, number: int) -> CallEvent | None:
+    def attach_here(self, listener: EventListener, identity: str, number: int) -> CallEvent | None:
         """Do the same for calls of this process only."""
         call = self._get(identity)
         if call is None:
@@ -186,7 +186,7 @@ class Calls:
         if self.elsewhere is not None:
             self.elsewhere.detach(listener)
 
-    def detach_here(self, listener: Listener) -> None:
+    def detach_here(self, listener: EventListener) -> None:
         """Do the same for calls of this process only."""
         with self._lock:
             calls = list(self._calls.values())

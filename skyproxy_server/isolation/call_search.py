@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.isolation import call_names
+from skyproxy_server.isolation.session_words import count
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -68,11 +69,12 @@ class CallSearch(Generic[_S]):
         """
         if "find" in message:
             self._begin(
-                sender, _Search(sender, int(message["find"]), _digest(message["mark"]), _digest(message["seal"]))
+                sender,
+                _Search(sender, count(message["find"]), _digest(message.get("mark")), _digest(message.get("seal"))),
             )
             return True
         if "has" in message:
-            self._note_answer(sender, int(message["has"]), message["proof"])
+            self._note_answer(sender, count(message["has"]), message["proof"])
             return True
         return False
 
@@ -136,7 +138,7 @@ class CallSearch(Generic[_S]):
     def _connect(self, search: _Search, holder: CallSearchTarget) -> None:
         """Give both processes one end each of two channels: of messages, and of tensors."""
         stream, theirs = socket.socketpair()
-        tensors, their_tensors = Channel.pair()
+        tensors, their_tensors = ControlChannel.pair()
         try:
             visit = {"order": "visit", "mark": search.mark}
             with theirs, their_tensors, stream:

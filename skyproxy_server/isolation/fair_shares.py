@@ -38,12 +38,12 @@ class _Account:
     used_at: float = -math.inf
 
     def add(self, seconds: float, now: float) -> None:
-        self.recent = self.until(now) + seconds
+        self.recent = self.use_at(now) + seconds
         self.at = now
         if seconds > 0:
             self.used_at = now
 
-    def until(self, now: float) -> float:
+    def use_at(self, now: float) -> float:
         return self.recent * math.exp2(-max(now - self.at, 0.0) / _HALF_LIFE_SECONDS)
 
 
@@ -110,7 +110,7 @@ class FairShares:
     def _levels(self, group: Iterable[Place], now: float) -> Mapping[Place, float]:
         """Return how nice some are to each other: 0 for who used the least, more for each doubling of that."""
         accounts = {place: self._accounts[place] for place in group}
-        uses = {place: max(account.until(now), _LEAST_SECONDS) for place, account in accounts.items()}
+        uses = {place: max(account.use_at(now), _LEAST_SECONDS) for place, account in accounts.items()}
         active = [uses[place] for place, account in accounts.items() if now - account.used_at <= _ACTIVE_SECONDS]
         if len(active) < 2:
             return dict.fromkeys(accounts, 0.0)
@@ -123,7 +123,7 @@ class FairShares:
         return {place: max(most * math.log2(use / least) / difference, 0.0) for place, use in uses.items()}
 
     def _for_ever(self, wanted: Mapping[Place, int], now: float) -> dict[Place, int]:
-        own = {place: self._accounts[place].until(now) for place in wanted}
+        own = {place: self._accounts[place].use_at(now) for place in wanted}
         found: dict[Place, int] = {}
         for place, niceness in wanted.items():
             step = min(niceness, NICEST_FOR_EVER) // _STEP_FOR_EVER * _STEP_FOR_EVER
@@ -136,7 +136,7 @@ class FairShares:
     def _drop_what_is_over(self, now: float) -> None:
         kept = {above for place in self._niceness for above in _path(place)}
         for place in [place for place in self._accounts if place not in kept]:
-            if self._accounts[place].until(now) < _LEAST_SECONDS / 10:
+            if self._accounts[place].use_at(now) < _LEAST_SECONDS / 10:
                 del self._accounts[place]
 
 

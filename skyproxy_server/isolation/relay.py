@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from skyproxy.transport.stream import Stream, shutdown
+from skyproxy.transport.stream import ByteStream, shutdown
 from skyproxy.transport.tls import TlsStream
 
 logger = logging.getLogger("skyproxy.server")
@@ -23,7 +23,7 @@ _BUFFER_BYTES = 256 << 10
 class _Writer:
     """The stream's writing half: both threads write, for what comes in can ask OpenSSL for an answer."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
         self._lock = threading.Lock()
         self.byte_count = 0

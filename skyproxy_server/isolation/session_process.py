@@ -24,7 +24,7 @@ from skyproxy.transport.websocket_transport import WebSocketTransport
 from skyproxy_server import audit, limits
 from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
 from skyproxy_server.auth import Identity
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.graph_checks import trust_clients
 from skyproxy_server.isolation import call_names
 from skyproxy_server.isolation.session_user import SessionUser, become_for_session
@@ -68,7 +68,7 @@ class SessionProcess:
     """
 
     def __init__(
-        self, control: Channel, marks: memoryview, start: dict[str, Any], uploads: SharedUploads | None
+        self, control: ControlChannel, marks: memoryview, start: dict[str, Any], uploads: SharedUploads | None
     ) -> None:
         self._control = control
         self._marks = marks
@@ -291,7 +291,7 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
         descriptors: the channel to the supervisor, the shared memory, and the channel to the store of uploads.
         start: see `SessionProcess`; the process that must be our parent; and our bounds.
     """
-    control = Channel(socket.socket(fileno=descriptors[0]))
+    control = ControlChannel(socket.socket(fileno=descriptors[0]))
     status = 1
     try:
         limits.end_with(start["supervisor"])
@@ -314,7 +314,7 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
         os.close(descriptors[1])
         uploads: SharedUploads | None = None
         if len(descriptors) > 2:
-            uploads = SharedUploads(Channel(socket.socket(fileno=descriptors[2])), start["blob_bytes"])
+            uploads = SharedUploads(ControlChannel(socket.socket(fileno=descriptors[2])), start["blob_bytes"])
         process = SessionProcess(control, shared, start, uploads)
         control.send({"up": os.getpid()})
         process.run()

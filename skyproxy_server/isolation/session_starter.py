@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from skyproxy.errors import ConfigurationError, LimitExceededError
 from skyproxy_server.auth import FUNCTIONS, Identity
 from skyproxy_server.blobs import BlobStore
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.isolation.cgroups import CgroupBounds, Cgroups
 from skyproxy_server.isolation.session_user import SessionUser
 from skyproxy_server.isolation.session_users import SessionUsers, SessionUsersUnavailableError
-from skyproxy_server.isolation.slots import Slots, mapped, new_memory
+from skyproxy_server.isolation.slots import ConnectionSlots, mapped, new_memory
 from skyproxy_server.isolation.snapshot_groups import SnapshotGroups
 from skyproxy_server.isolation.spawner import Template, TemplateSetup
 from skyproxy_server.isolation.supervised_session import FORK_SECONDS, Resume, SupervisedSession
@@ -156,15 +156,15 @@ class SessionStarter:
 
     def _fork(self, identity: str, client: Identity, resume: Resume) -> SupervisedSession:
         with ExitStack() as theirs, ExitStack() as ours:
-            control, end = Channel.pair()
+            control, end = ControlChannel.pair()
             ours.callback(control.close)
             theirs.enter_context(end)
-            uploads: tuple[Channel, UploadDesk] | None = None
+            uploads: tuple[ControlChannel, UploadDesk] | None = None
             memory = new_memory()
             theirs.callback(os.close, memory)
             descriptors = [end.fileno(), memory]
             if self._blobs is not None:
-                channel, end = Channel.pair()
+                channel, end = ControlChannel.pair()
                 ours.callback(channel.close)
                 theirs.enter_context(end)
                 descriptors.append(end.fileno())
@@ -189,7 +189,7 @@ class SessionStarter:
                 "user": user.to_plain() if user is not None else None,
             }
             self._template.fork(order, descriptors)
-            slots = Slots(mapped(memory))
+            slots = ConnectionSlots(mapped(memory))
             theirs.close()  # so that the channel ends where the process does not come up
             first, _ = control.receive(FORK_SECONDS)
             self._put_into_cgroup(identity, int(first["up"]), memory_bytes, ours)
@@ -205,7 +205,7 @@ class SessionStarter:
                 resume,
             )
             ours.pop_all()
-        self._template.worked()
+        self._template.note_success()
         self._watchers.on_begin(session)
         return session
 

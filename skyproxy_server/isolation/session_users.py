@@ -63,8 +63,10 @@ class SessionUsers:
         locks: Path = LOCKS,
         sweep: Callable[[SessionUser], None] = lambda user: None,
     ) -> None:
-        """Raises:
-        SessionUsersUnavailableError: this process is not root, or nothing can be locked.
+        """Find out which users may be given out.
+
+        Raises:
+            SessionUsersUnavailableError: this process is not root, or nothing can be locked.
         """
         if os.geteuid() != 0:
             raise SessionUsersUnavailableError("only root can give sessions users of their own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
@@ -16,9 +17,13 @@ OVER = 1
 
 
 def new_memory() -> int:
-    """Make memory for all slots of a session; the descriptor belongs to the caller."""
-    memory = os.memfd_create("skyproxy-marks")
+    """Make memory for all slots of a session; the descriptor belongs to the caller.
+
+    Nobody can make it shorter: the kernel kills whoever reads what is gone, and the supervisor reads it.
+    """
+    memory = os.memfd_create("skyproxy-marks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, SLOTS * SLOT_BYTES)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return memory
 
 
@@ -27,7 +32,7 @@ def mapped(descriptor: int) -> mmap.mmap:
     return mmap.mmap(descriptor, SLOTS * SLOT_BYTES)
 
 
-class Slots:
+class ConnectionSlots:
     """The supervisor's view of it. Nothing in it is trusted: the process may write what it likes.
 
     Args:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyproxy.errors import ConfigurationError
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.isolation.session_user import SessionUser
 
 logger = logging.getLogger("skyproxy.server")
@@ -48,7 +48,7 @@ class Template:
     def __init__(self, setup: TemplateSetup) -> None:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
+        self._channel: ControlChannel | None = None
         self._failures = 0
 
     @property
@@ -71,7 +71,7 @@ class Template:
             ChannelClosedError: it ended, or took too long.
         """
         self.end()
-        channel, theirs = Channel.pair()
+        channel, theirs = ControlChannel.pair()
         with theirs:
             command = [sys.executable, "-P", "-m", "skyproxy_server.isolation.template"]
             self._process = subprocess.Popen(
@@ -134,7 +134,7 @@ class Template:
         time.sleep(pause)
         self.start()
 
-    def worked(self) -> None:
+    def note_success(self) -> None:
         """Take note that it did what it was asked for."""
         self._failures = 0
 

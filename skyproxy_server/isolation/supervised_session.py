@@ -18,9 +18,10 @@ from typing import Any
 from skyproxy.protocol.messages import BULK, OPERATIONS, Hello, Welcome
 from skyproxy.transport.stream import remaining
 from skyproxy_server.auth import Identity
-from skyproxy_server.control_channel import Channel, ChannelClosedError
-from skyproxy_server.endings import Ending
-from skyproxy_server.isolation.slots import Slots
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
+from skyproxy_server.endings import ProcessEnding
+from skyproxy_server.isolation.session_words import Allowance, ProcessReport, count, seconds
+from skyproxy_server.isolation.slots import ConnectionSlots
 from skyproxy_server.isolation.uploads import UploadDesk
 from skyproxy_server.status import checked_row
 
@@ -69,9 +70,9 @@ class SupervisedSession:
         identity: str,
         client: Identity,
         pid: int,
-        control: Channel,
-        slots: Slots,
-        uploads: tuple[Channel, UploadDesk] | None,
+        control: ControlChannel,
+        slots: ConnectionSlots,
+        uploads: tuple[ControlChannel, UploadDesk] | None,
         on_end: Callable[[SupervisedSession], None],
         on_message: Callable[[SupervisedSession, dict[str, object]], bool],
         resume: Resume = Resume(),
@@ -81,7 +82,7 @@ class SupervisedSession:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.ended = threading.Event()
-        self.ending = Ending()
+        self.ending = ProcessEnding()
         self.commands = 0
         self.idle_seconds = 0.0
         self.is_open = True
@@ -94,7 +95,9 @@ class SupervisedSession:
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
         self._asked = 0
-        self._report: dict[str, Any] | None = None
+        self._report: ProcessReport | None = None
+        self._unanswered: set[tuple[str, int]] = set()
+        """Questions that its process was asked, and has not answered: a word of the order, and a number."""
         self._roles: set[str] = set()
         self._begun = threading.Event()
         self.resume = resume
@@ -145,7 +148,7 @@ class SupervisedSession:
             number = self._preparing
             self._prepared[number] = None
         try:
-            self._control.send({"order": "prepare", "number": number, "secret": self.resume.secret}, wait=False)
+            self._question("prepare", number, {"secret": self.resume.secret})
             with self._answered:
                 self._answered.wait_for(lambda: self.ended.is_set() or self._prepared[number], timeout_seconds)
                 answer = self._prepared[number]
@@ -209,8 +212,8 @@ class SupervisedSession:
     def row(self) -> dict[str, Any]:
         """Its row in the web view, as its process said it the last time."""
         with self._lock:
-            report = self._report or {}
-        row = checked_row(report.get("row"), self.identity, self.client)
+            said = None if self._report is None else self._report.row
+        row = checked_row(said, self.identity, self.client)
         return row if self.is_open else {**row, "state": "over"}
 
     def ask(self, *, rows: bool = False) -> int:
@@ -223,18 +226,33 @@ class SupervisedSession:
             self._asked += 1
             number = self._asked
         with suppress(ChannelClosedError):
-            self._control.send({"order": "report", "number": number, "rows": rows}, wait=False)
+            self._question("report", number, {"rows": rows})
         return number
 
-    def answer(self, number: int, deadline: float) -> dict[str, Any] | None:
+    def _question(self, word: str, number: int, fields: dict[str, object]) -> None:
+        """Send an order that is answered once.
+
+        Raises:
+            ChannelClosedError: the process takes none any more.
+        """
+        with self._lock:
+            self._unanswered.add((word, number))
+        try:
+            self._control.send({"order": word, "number": number, **fields}, wait=False)
+        except ChannelClosedError:
+            with self._lock:
+                self._unanswered.discard((word, number))
+            raise
+
+    def answer(self, number: int, deadline: float) -> ProcessReport | None:
         """The report of this number or a later one; None where it does not come before `deadline`."""
         with self._answered:
             self._answered.wait_for(
-                lambda: self.ended.is_set() or (self._report is not None and self._report["report"] >= number),
+                lambda: self.ended.is_set() or (self._report is not None and self._report.number >= number),
                 remaining(deadline),
             )
             report = self._report
-        return report if report is not None and report["report"] >= number else None
+        return report if report is not None and report.number >= number else None
 
     def operations_left(self, call_grace_seconds: float, on_detach: Callable[[], object]) -> None:
         """One of its operations connections is over; with the last the session is, or it is kept for a while."""
@@ -297,7 +315,7 @@ class SupervisedSession:
                 act(self.pid)
 
     def _watch(self) -> None:
-        answers: dict[int, tuple[Channel, Callable[[], None]]] = {
+        answers: dict[int, tuple[ControlChannel, Callable[[], None]]] = {
             self._control.fileno(): (self._control, self._on_message)
         }
         if self._uploads is not None:
@@ -306,59 +324,73 @@ class SupervisedSession:
         poll = select.poll()
         for descriptor in (self.pidfd, *answers):
             poll.register(descriptor, select.POLLIN)
+        allowance = Allowance()
         while True:
             ready = [descriptor for descriptor, _ in poll.poll()]
-            if self.pidfd in ready:
+            if self.pidfd in ready or self._ends_within(allowance.pause_seconds()):
                 break
             for descriptor in ready:
                 try:
                     answers[descriptor][1]()
                 except TimeoutError:
                     continue
-                except (ChannelClosedError, KeyError, TypeError, ValueError) as error:
+                except Exception as error:  # whatever was said: who waits for the process's end must not end
                     poll.unregister(descriptor)
-                    logger.debug("session %s: a channel of it ended: %s", self.identity[:8], error)
+                    logger.debug("session %s: a channel of it ended: %r", self.identity[:8], error)
                     # Without its channels nobody could tell it anything; it may be ending by itself.
-                    if not self._is_ending():
+                    if not self._ends_within(REAP_SECONDS):
                         self.kill("it broke its control channel")
         self._reap()
 
-    def _is_ending(self) -> bool:
+    def _ends_within(self, limit_seconds: float) -> bool:
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(REAP_SECONDS * 1e3))
+        return limit_seconds > 0 and bool(poll.poll(limit_seconds * 1e3))
 
     def _on_message(self) -> None:
         message, descriptors = self._control.receive(0)
         for descriptor in descriptors:
             os.close(descriptor)
         if message.get("over") and not self._is_over_told:
+            commands, idle_seconds = count(message.get("commands")), seconds(message.get("idle_seconds"))
             with self._lock:
                 self._is_over_told = True
                 self.is_open, self.detached_at = False, None
-                self.commands = int(message["commands"])
-                self.idle_seconds = float(message["idle_seconds"])
+                self.commands, self.idle_seconds = commands, idle_seconds
             self._control.send({"order": "wake"}, wait=False)
             self._on_other(self, message)
-        elif 0 < int(message.get("report", 0)) <= self._asked:
+        elif "report" in message:
+            report = ProcessReport.parse(message)
             with self._answered:
-                self._report = message
-                self.commands = int(message["commands"])
+                self._take_question("report", report.number)
+                self._report = report
+                self.commands = report.commands
                 self._answered.notify_all()
-        elif 0 < int(message.get("prepared", 0)) <= self._preparing:
+        elif "prepared" in message:
             self._note_prepared(message)
         elif not self._on_other(self, message):
             raise ValueError("a message that nobody asked for")
 
     def _note_prepared(self, message: dict[str, Any]) -> None:
-        number = int(message["prepared"])
+        number = count(message["prepared"])
         answer: dict[str, object] = {"prepared": number}
         if "attempt" in message:
-            answer.update(attempt=int(message["attempt"]), received=int(message["received"]))
+            answer.update(attempt=count(message["attempt"]), received=count(message.get("received")))
         with self._answered:
+            self._take_question("prepare", number)
             if number in self._prepared:
                 self._prepared[number] = answer
                 self._answered.notify_all()
+
+    def _take_question(self, word: str, number: int) -> None:
+        """Take note that a question is answered.
+
+        Raises:
+            ValueError: nobody asked it, or the answer has come already.
+        """
+        if (word, number) not in self._unanswered:
+            raise ValueError(f"an answer to {word} {number}, which nobody waits for")
+        self._unanswered.discard((word, number))
 
     def _reap(self) -> None:
         result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
@@ -370,7 +402,7 @@ class SupervisedSession:
             os.waitpid(self.pid, 0)  # at once, for it has ended
             self._is_reaped = True
         with self._answered:
-            self.ending = Ending.of(result, self._why)
+            self.ending = ProcessEnding.of(result, self._why)
             self.is_open, self.detached_at = False, None
             self.ended.set()
             for timer in (self._watchdog, self._grace):

@@ -243,11 +243,10 @@ class ProcessHost:
             if report is None:
                 idle = 0.0 if session.is_open else idle
                 continue
-            idle = min(idle, float(report["idle_seconds"]))
-            calls += int(report["calls_running"])
-            for row in report["devices"]:
-                if "used_memory_bytes" in row:
-                    used.setdefault((row["type"], row["index"]), []).append(row["used_memory_bytes"])
+            idle = min(idle, report.idle_seconds)
+            calls += report.calls_running
+            for device, byte_count in report.used_bytes.items():
+                used.setdefault(device, []).append(byte_count)
         return {
             "sessions": sum(session.is_open and session.detached_at is None for session in sessions),
             "processes": len(sessions),
@@ -283,7 +282,7 @@ class ProcessHost:
         asked = [(session, session.ask()) for session in self._attached_sessions()]
         deadline = time.monotonic() + _REPORT_SECONDS
         reports = [session.answer(number, deadline) for session, number in asked]
-        return sum(report is None or int(report.get("leaving", 0)) > 0 for report in reports)
+        return sum(report is None or report.leaving > 0 for report in reports)
 
     def staying(self) -> int:
         """The sessions with a connection."""
@@ -345,7 +344,7 @@ class ProcessHost:
     def _forget(self, session: SupervisedSession) -> None:
         ending = session.ending
         if ending.is_failure and not self._closing:
-            logger.error("session %s: its process %s", session.identity[:8], ending.how)
+            logger.error("session %s: its process %s", session.identity[:8], ending.description)
         else:
             logger.info("session %s closed", session.identity[:8])
         self._calls.forget(session)

@@ -19,7 +19,7 @@ from typing import Any
 from skyproxy.collector import collector_paused, set_loaded_aside
 from skyproxy.errors import ConfigurationError
 from skyproxy_server import limits
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.isolation.session_user import SessionUser, obstacle
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     """Load what sessions need and fork them, until the supervisor is gone."""
     limits.end_with(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the supervisor, which ends us
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     try:
         setup, _ = channel.receive()
     except ChannelClosedError:
@@ -37,7 +37,7 @@ def main() -> int:
     from skyproxy_server.program_log import log_to_stderr
 
     keep_freed_memory()
-    limits.be_first_to_go()  # before it is hidden, when only root may; sessions are born so
+    limits.raise_oom_score()  # before it is hidden, when only root may; sessions are born so
     limits.hide_memory()
     limits.set_name("skyproxy-templ")
     import_watcher.forget_own()
@@ -95,12 +95,12 @@ def _run_in_child(look: Callable[[], dict[str, object]]) -> dict[str, object]:
     Raises:
         ConfigurationError: `look` raised it, or the child ended without a word.
     """
-    ours, theirs = Channel.pair()
+    ours, theirs = ControlChannel.pair()
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            end = Channel(theirs)
+            end = ControlChannel(theirs)
             try:
                 end.send({"found": look()})
             except ConfigurationError as error:
@@ -136,7 +136,7 @@ def _sweep(user: SessionUser) -> None:
         os._exit(0)
 
 
-def _fork_session(channel: Channel, order: dict[str, object], descriptors: list[int]) -> None:
+def _fork_session(channel: ControlChannel, order: dict[str, object], descriptors: list[int]) -> None:
     """Fork a session's process, which becomes a child of the supervisor because the process between ends at once."""
     middle = os.fork()
     if middle:

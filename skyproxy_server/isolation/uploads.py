@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 from skyproxy_server.auth import OWNER, Identity
 from skyproxy_server.blob_backends import FolderBackend, PendingBlob, StoredBlob
 from skyproxy_server.blobs import BlobStore, Incoming
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
+from skyproxy_server.isolation.session_words import count
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -47,8 +48,10 @@ class _Sealable:
     _open: ClassVar[set[int]] = set()
 
     def __init__(self, byte_count: int) -> None:
-        """Raises:
-        OSError: there is no memory, or so many files are open that connections would find none left.
+        """Make an empty file in memory.
+
+        Raises:
+            OSError: there is no memory, or so many files are open that connections would find none left.
         """
         if len(self._open) >= _descriptors_for_uploads():
             raise OSError(errno.EMFILE, "too many uploads are kept for the descriptors of this process")
@@ -173,7 +176,7 @@ class UploadDesk:
         self._numbers = itertools.count(1)
         self._drafts: dict[int, Incoming] = {}
 
-    def answer(self, channel: Channel) -> None:
+    def answer(self, channel: ControlChannel) -> None:
         """Answer one question.
 
         Raises:
@@ -193,13 +196,16 @@ class UploadDesk:
     def _answer(self, question: dict[str, Any]) -> tuple[dict[str, object], list[int]]:
         what = question["do"]
         if what == "find":
-            descriptor = self._store.open(bytes(question["digest"]), int(question["size"]), self._user, self._owner)
+            digest, size = question["digest"], count(question["size"])
+            if not isinstance(digest, bytes):
+                raise TypeError("a digest is bytes")
+            descriptor = self._store.open(digest, size, self._user, self._owner)
             return {"found": descriptor is not None}, [] if descriptor is None else [descriptor]
         if what == "start":
-            return self._start(int(question["size"]))
+            return self._start(count(question["size"]))
         if what == "stats":
             return dict(self._store.stats()), []
-        incoming = self._drafts.pop(int(question["number"]), None)
+        incoming = self._drafts.pop(count(question["number"]), None)
         if incoming is not None:
             self._end(incoming, whole=what == "finish")
         return {}, []
@@ -288,9 +294,9 @@ class _Writing:
 class SharedUploads:
     """The supervisor's store, as a session sees it; see `blobs.Uploads`."""
 
-    def __init__(self, channel: Channel, max_bytes: int) -> None:
+    def __init__(self, channel: ControlChannel, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._channel: Channel | None = channel
+        self._channel: ControlChannel | None = channel
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

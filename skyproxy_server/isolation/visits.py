@@ -21,7 +21,7 @@ from skyproxy.protocol.messages import CLIENT, FUNCTIONS, WORKER, Hello, Message
 from skyproxy.settings import Settings
 from skyproxy.transport.stream import PlainStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.elsewhere import RemoteListener
 from skyproxy_server.functions.registry import Calls
@@ -67,7 +67,7 @@ class _Visit:
         self.is_parted = False
         self.cancelled: tuple[str, Callable[[], None]] | None = None
         self.transport: WebSocketTransport | None = None
-        self.tensors: Channel | None = None
+        self.tensors: ControlChannel | None = None
 
     def say(self, message: Message) -> None:
         """Tell the other process, if there is one."""
@@ -150,7 +150,7 @@ class Visits:
             visit = self._searches.pop(count, None)
             if visit is not None and sockets:
                 visit.transport = _transport(sockets[0], CLIENT, self._settings)
-                visit.tensors = Channel(sockets[1])
+                visit.tensors = ControlChannel(sockets[1])
             elif visit is not None:
                 self._drop(visit)
         if visit is None:
@@ -307,7 +307,7 @@ class Visitor:
         self._calls = calls
         self._mark = mark
         self._transport = _transport(socket.socket(fileno=descriptors[0]), WORKER, settings)
-        self._tensors = Channel(socket.socket(fileno=descriptors[1]))
+        self._tensors = ControlChannel(socket.socket(fileno=descriptors[1]))
         self._connection = FunctionsConnection(calls, "a call", self._transport, settings)
 
     def run(self) -> None:

@@ -12,7 +12,7 @@ from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
 from skyproxy_server.auth import FUNCTIONS, client_of
 from skyproxy_server.jobs.incoming import IncomingJob
-from skyproxy_server.jobs.job import RESULT, Job
+from skyproxy_server.jobs.job import RESULT, WorkerJob
 from skyproxy_server.jobs.records import checked_job_name, open_own
 from skyproxy_server.jobs.store import Jobs
 
@@ -99,7 +99,7 @@ class JobsConnection:
             raise RefusedError("this token runs no jobs: its memory is bounded, and that of jobs cannot be")
         return self._jobs
 
-    def _find(self, value: Value) -> Job:
+    def _find(self, value: Value) -> WorkerJob:
         return self._store().find(self._client, checked_job_name(value.get("name")))
 
     def _begin(self, value: Value, buffers: tuple[Buffer, ...]) -> Answer:

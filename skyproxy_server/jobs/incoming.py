@@ -30,12 +30,14 @@ class IncomingJob:
         settings: Settings,
         on_end: Callable[[JobRecord], object],
     ) -> None:
-        """Args:
-        record: of the job.
-        folder: for it, which is made.
-        payload_bytes: as the client announces them.
-        settings: limits.
-        on_end: called when it is no longer on its way.
+        """Begin to receive a job.
+
+        Args:
+            record: of the job.
+            folder: for it, which is made.
+            payload_bytes: as the client announces them.
+            settings: limits.
+            on_end: called when it is no longer on its way.
 
         Raises:
             ProtocolError: that is not a number of bytes.

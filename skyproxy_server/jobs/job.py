@@ -31,7 +31,7 @@ _MAX_PAUSE_SECONDS = 60.0
 _SECRETS = ("SKYPROXY_TOKEN",)
 
 
-class Job:
+class WorkerJob:
     """A job of this worker.
 
     Attributes:
@@ -48,12 +48,14 @@ class Job:
         spawning: threading.Lock,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """Args:
-        record: of the job, saved already.
-        folder: of the job, with its payload.
-        settings: limits.
-        spawning: held while a process is made whose number is not known yet.
-        on_end: called on the job's thread when it stands still.
+        """Make a job that does not run yet.
+
+        Args:
+            record: of the job, saved already.
+            folder: of the job, with its payload.
+            settings: limits.
+            spawning: held while a process is made whose number is not known yet.
+            on_end: called on the job's thread when it stands still.
         """
         self.record = record
         self.folder = folder

@@ -18,7 +18,7 @@ from skyproxy.settings import Settings
 from skyproxy_server import audit
 from skyproxy_server.auth import Identity
 from skyproxy_server.jobs.incoming import IncomingJob
-from skyproxy_server.jobs.job import MARK_VARIABLE, Job
+from skyproxy_server.jobs.job import MARK_VARIABLE, WorkerJob
 from skyproxy_server.jobs.records import CANCELLED, PREEMPTED, JobRecord, asked_record, load_record, owner_folder
 
 logger = logging.getLogger("skyproxy.server")
@@ -48,7 +48,7 @@ class Jobs:
         self._settings = settings
         self._is_temporary = root is None
         self._root = root.absolute() if root is not None else None
-        self._jobs: dict[tuple[str, str], Job] = {}
+        self._jobs: dict[tuple[str, str], WorkerJob] = {}
         self._arriving: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
         self._spawning = threading.Lock()
@@ -101,8 +101,8 @@ class Jobs:
                 logger.info("job %s is started again", record.name)
                 job.start()
 
-    def _job(self, record: JobRecord, folder: Path) -> Job:
-        return Job(record, folder, self._settings, self._spawning, self._on_end)
+    def _job(self, record: JobRecord, folder: Path) -> WorkerJob:
+        return WorkerJob(record, folder, self._settings, self._spawning, self._on_end)
 
     def _on_end(self) -> None:
         self._last_use = time.monotonic()
@@ -144,7 +144,7 @@ class Jobs:
         with self._lock:
             self._arriving.discard((record.client.name, record.name))
 
-    def start(self, incoming: IncomingJob) -> Job:
+    def start(self, incoming: IncomingJob) -> WorkerJob:
         """Start a job whose bytes are here.
 
         Raises:
@@ -163,7 +163,7 @@ class Jobs:
         self._make_room()
         return job
 
-    def find(self, client: Identity, name: str) -> Job:
+    def find(self, client: Identity, name: str) -> WorkerJob:
         """Return a client's job.
 
         Raises:
@@ -193,8 +193,8 @@ class Jobs:
                 row["client"], row["tail"] = job.record.client.name, _tail(job)
         return rows
 
-    def cancel(self, client: Identity, name: str) -> Job:
-        """Have a job end; see `Job.stop`.
+    def cancel(self, client: Identity, name: str) -> WorkerJob:
+        """Have a job end; see `WorkerJob.stop`.
 
         Raises:
             LookupError: there is none of that name.
@@ -256,7 +256,7 @@ class Jobs:
 
     # --- what the worker knows of them -------------------------------------------------------------------------------
 
-    def counted(self, activity: Mapping[str, object]) -> dict[str, object]:
+    def add_jobs_to(self, activity: Mapping[str, object]) -> dict[str, object]:
         """Return a worker's report with its jobs: a worker with a running job is not idle."""
         with self._lock:
             running = len(self._running_keys())
@@ -306,7 +306,7 @@ class Jobs:
             shutil.rmtree(self._root, ignore_errors=True)
 
 
-def _tail(job: Job) -> list[str]:
+def _tail(job: WorkerJob) -> list[str]:
     _, data = job.log.read(-_TAIL_BYTES, _TAIL_BYTES)
     return data.decode("utf-8", "replace").splitlines()[-_TAIL_LINES:]
 

@@ -10,12 +10,12 @@ from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy.snapshots.documents import Row, refuse, rows
 from skyproxy.torch_codec import Description, decode_description, encode_description
 from skyproxy_server.layouts import decode_all
-from skyproxy_server.signatures import Watch
+from skyproxy_server.signatures import OpWatch
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (int, float, bool, complex, str, list, type(None))}
 
 
-def encode_watch(watch: Watch | None) -> Row | None:
+def encode_watch(watch: OpWatch | None) -> Row | None:
     """Return a watch as plain data."""
     if watch is None:
         return None
@@ -25,7 +25,7 @@ def encode_watch(watch: Watch | None) -> Row | None:
     ]
 
 
-def decode_watch(plain: object, *, cuda: bool) -> Watch | None:
+def decode_watch(plain: object, *, cuda: bool) -> OpWatch | None:
     """Return the watch that `encode_watch` was given.
 
     Raises:
@@ -39,7 +39,7 @@ def decode_watch(plain: object, *, cuda: bool) -> Watch | None:
     try:
         for _, described in owed:
             decode_all(described)
-        return Watch(
+        return OpWatch(
             {_decode_key(key, cuda): decode_all(made) for key, made in restrided},
             {_decode_key(key, cuda): described for key, described in owed},
         )

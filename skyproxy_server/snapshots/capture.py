@@ -57,7 +57,7 @@ def capture(state: SessionState, only: list[int] | None = None) -> Captured:
             "a function runs that was given tensors of this session. Take the snapshot afterwards"
         )
     state.values.gates.wait_for_arrivals()
-    return _Capture(state).all() if only is None else _Capture(state).some(only)
+    return _Capture(state).capture_all() if only is None else _Capture(state).capture_slots(only)
 
 
 class _Capture:
@@ -72,13 +72,13 @@ class _Capture:
         self._kept_alive: list[object] = []  # so that no identity is given twice
         self._defined = {id(signature) for signature in state.ops.signatures.values()}
 
-    def all(self) -> Captured:
+    def capture_all(self) -> Captured:
         state = self._state
         values = state.values
         parts = {
             "slots": [[slot, self.value(value)] for slot, value in values.slots.items() if slot],
             "graphs": [self._graph(recording) for recording in state.graphs.recordings],
-            "graphs_of_slots": [[slot, one.number] for slot, one in state.graphs.filled_by.items()],
+            "graphs_of_slots": [[slot, one.number] for slot, one in state.graphs.recordings_by_slot.items()],
             "not_replayed": [
                 [graph, self._failure(failed), self.value(memory)]
                 for graph, failed, memory in values.not_replayed.values()
@@ -92,7 +92,7 @@ class _Capture:
         }
         return self._build_capture({"signatures": self._signatures(), **parts}, _places(state))
 
-    def some(self, slots: list[int]) -> Captured:
+    def capture_slots(self, slots: list[int]) -> Captured:
         """The tensors of some slots, and the random states of their devices."""
         gates = self._state.values.gates
         pairs = [[slot, self.value(self._require_value(slot))] for slot in slots]
@@ -125,7 +125,7 @@ class _Capture:
             "sequence": state.reports.sequence,
             "random": self._random(places),
             "modes": dict(state.modes.record),
-            "cancellations": state.cancellation.met,
+            "cancellations": state.cancellation.latest_mark,
             "max_bytes": state.max_bytes,
             "storages": [[t.numel(), *_place(t.device)] for t in self._bytes],
             "values": self._rows,

@@ -45,31 +45,31 @@ def adopt_snapshot(session: SessionState, pairs: list[list[int]]) -> None:
 def read_snapshot(session: SessionState, name: str, number: str = "", offset: int = 0) -> dict[str, object]:
     """Return a part of a snapshot's document, for a client that copies it; "snapshot", "total_bytes", "part"."""
     with session.idle():  # waiting for the disk computes nothing
-        return _snapshots(session).out.header(name, number, offset)
+        return _snapshots(session).copies_out.header(name, number, offset)
 
 
 def read_snapshot_piece(session: SessionState, digest: bytes) -> bytes:
     """Return some bytes of its tensors."""
     with session.idle():  # waiting for the disk computes nothing
-        return _snapshots(session).out.piece(digest)
+        return _snapshots(session).copies_out.piece(digest)
 
 
 def begin_snapshot(session: SessionState, name: str, piece_count: int) -> None:
     """Begin to take a snapshot that a client copies here."""
     with session.idle():  # waiting for the disk computes nothing
-        _snapshots(session).into.begin(name, piece_count)
+        _snapshots(session).copies_in.begin(name, piece_count)
 
 
 def write_snapshot_piece(session: SessionState, content: bytes) -> bytes:
     """Take some bytes of its tensors."""
     with session.idle():  # waiting for the disk computes nothing
-        return _snapshots(session).into.piece(content)
+        return _snapshots(session).copies_in.piece(content)
 
 
 def write_snapshot(session: SessionState, part: bytes, is_last: bool) -> str:
     """Take a part of its document; with the last part, the name that it has here."""
     with session.idle():  # waiting for the disk computes nothing
-        return _snapshots(session).into.header(part, is_last)
+        return _snapshots(session).copies_in.header(part, is_last)
 
 
 def list_snapshots(session: SessionState, name: str = "") -> list[dict[str, object]]:

@@ -20,7 +20,7 @@ from skyproxy.snapshots.documents import (
     rows,
     table,
     unpack,
-    whole,
+    whole_number,
 )
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Draft, Opened, SnapshotFolder
 from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_of
@@ -125,7 +125,7 @@ class CopiesIn:
         self._volume.run("writing a copy of a snapshot", lambda: self._begin(name, piece_count))
 
     def _begin(self, name: str, piece_count: int) -> None:
-        whole(piece_count, "the number of pieces", _MOST_PIECES)
+        whole_number(piece_count, "the number of pieces", _MOST_PIECES)
         self.end()
         folder = self._folder(name)
         try:
@@ -196,7 +196,7 @@ class CopiesIn:
 def _finish(draft: Draft, content: bytes) -> str:
     header = unpack(content)
     document = table(entry(header, "document"), "it")
-    sizes = [whole(row[0], "a size") for row in rows(entry(document, "storages"), "the storages", 3)]
+    sizes = [whole_number(row[0], "a size") for row in rows(entry(document, "storages"), "the storages", 3)]
     contents = [
         [data(digest, "a piece's name", DIGEST_BYTES) for digest in rows(content, "a content")]
         for content in rows(entry(header, "contents"), "the contents")

@@ -7,9 +7,16 @@ from collections.abc import Callable
 import torch
 
 from skyproxy.errors import LimitExceededError, SnapshotError
-from skyproxy.snapshots.documents import Row, Table, data, entry, real, refuse, rows, table, text, whole
-from skyproxy_server.named_sessions import NamedSession, NamedSessionChangedError, NamedValue, NamedValueRequests
+from skyproxy.snapshots.documents import Row, Table, data, entry, real, refuse, rows, table, text, whole_number
+from skyproxy_server.named_sessions import (
+    NamedSession,
+    NamedSessionChangedError,
+    NamedSessionElsewhereError,
+    NamedValueRequests,
+    StoredValue,
+)
 from skyproxy_server.session_state import SessionState
+from skyproxy_server.snapshots.claims import claimed
 
 _MOST_CHARACTERS = 200
 _MOST_NUMBER = 1 << 53
@@ -60,11 +67,11 @@ def read_named(state: SessionState, document: Table, value_at: Callable[[object]
     if names.held is not None or not name:
         raise refuse("it is of a named session, and this one has a name already")
     session = names.store.empty(names.owner, name, text(entry(given, "tag"), "the mark of its use", 64))
-    session.count = whole(entry(given, "count"), "the count of its values", _MOST_NUMBER)
+    session.count = whole_number(entry(given, "count"), "the count of its values", _MOST_NUMBER)
     for key, version, structure, tensors, age in rows(entry(given, "values"), "its named values", 5):
-        session.values[text(key, "a name", _MOST_CHARACTERS)] = NamedValue(
-            whole(version, "a version", session.count),
-            data(structure, "the structure of a named value", names.store.most_bytes),
+        session.values[text(key, "a name", _MOST_CHARACTERS)] = StoredValue(
+            whole_number(version, "a version", session.count),
+            data(structure, "the structure of a named value", names.store.max_bytes),
             [_read_numbered(session, row, value_at) for row in rows(tensors, "the tensors of a named value", 2)],
             names.store.put_at(real(age, "the age of a named value")),
         )
@@ -83,8 +90,13 @@ def use_named(state: SessionState, session: NamedSession | None) -> None:
     if session is None or names is None:
         return
     try:
-        with state.idle():  # who used it may be executing
+        with state.idle(), claimed(state, session.name, tag=session.tag):  # idle: who used it may be executing
             names.store.bring_back(names.holder, session)
+    except NamedSessionElsewhereError as error:
+        raise SnapshotError(
+            f"another client uses the session {session.name!r} at another worker of this volume ({error.where}), and "
+            "what it has under names is newer. The snapshot is untouched"
+        ) from error
     except (NamedSessionChangedError, LimitExceededError) as error:
         raise SnapshotError(f"{error}. The snapshot is untouched") from error
     names.held = session
@@ -94,5 +106,5 @@ def _read_numbered(session: NamedSession, row: Row, value_at: Callable[[object],
     tensor = value_at(row[0])
     if not isinstance(tensor, torch.Tensor):
         raise refuse("a named value has something else than a tensor")
-    session.numbers[id(tensor)] = whole(row[1], "the number of a tensor", session.count, least=1)
+    session.numbers[id(tensor)] = whole_number(row[1], "the number of a tensor", session.count, least=1)
     return tensor

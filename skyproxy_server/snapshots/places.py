@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 
-from skyproxy.snapshots.stores import Store
+from skyproxy.snapshots.stores import FileStore
 
 _READABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
-def place_of(root: Store, owner: str) -> Store:
+def place_of(root: FileStore, owner: str) -> FileStore:
     """Return the place of all snapshots of a token, by the token's name."""
     if _READABLE.fullmatch(owner):
         return root.child(owner)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.errors import ProtocolError, SnapshotError
+from skyproxy.errors import ProtocolError
 from skyproxy.settings import Settings
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Loaded, SnapshotFolder, check_name
-from skyproxy.snapshots.stores import Store, open_store
+from skyproxy.snapshots.stores import open_store
 from skyproxy_server.gates import storage_key
 from skyproxy_server.named_sessions import NamedSession
 from skyproxy_server.reports import Deferred
@@ -20,12 +21,14 @@ from skyproxy_server.saved_sessions import SavedSession, saved_sessions
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.capture import capture
 from skyproxy_server.snapshots.copies import CopiesIn, CopiesOut
+from skyproxy_server.snapshots.listing import list_rows
 from skyproxy_server.snapshots.places import place_of
 from skyproxy_server.snapshots.restore import Adoptable, restore, restore_named, restore_values
 from skyproxy_server.snapshots.threads import DiskThreads
 from skyproxy_server.snapshots.volume import VolumeThread, hangs
 from skyproxy_server.snapshots.writing import CopyBuffers, WritingJob
 
+T = TypeVar("T")
 _THREADS = 4
 
 
@@ -54,8 +57,8 @@ class SessionSnapshots:
         self._watch_thread = DiskThreads(1, "skyproxy-snapshot-watch")
         self._jobs: list[WritingJob] = []
         self._adoptable: Adoptable | None = None
-        self.out = CopiesOut(self._folder, self._volume)
-        self.into = CopiesIn(self._folder, self._claimed, self._threads, self._volume)
+        self.copies_out = CopiesOut(self._folder, self._volume)
+        self.copies_in = CopiesIn(self._folder, self._claimed, self._threads, self._volume)
 
     def _folder(self, name: str) -> SnapshotFolder:
         return SnapshotFolder(self._root.child(check_name(name)), self._writer)
@@ -193,20 +196,9 @@ class SessionSnapshots:
         """
         if name:
             check_name(name)
-        return self._volume.run("listing the snapshots", lambda: self._rows_there(name))
-
-    def _rows_there(self, name: str) -> list[dict[str, object]]:
-        names = [name] if name else sorted(_names(self._root))
-        rows: list[dict[str, object]] = []
-        for each in names:
-            folder = self._folder(each)
-            self._volume.note_progress()
-            for number in folder.numbers():
-                try:
-                    rows.append(folder.row(number))
-                except (OSError, SnapshotError, TypeError, ValueError) as error:
-                    rows.append({"name": each, "snapshot": str(number), "trouble": str(error)})
-        return rows
+        return self._volume.run(
+            "listing the snapshots", lambda: list_rows(self._root, name, self._volume.note_progress)
+        )
 
     def delete(self, name: str, number: str) -> bool:
         """Delete a snapshot, or, without a number, all of a name; return whether there was one.
@@ -215,9 +207,22 @@ class SessionSnapshots:
             SnapshotError: the volume hangs.
         """
         self.finish_writing()
-        self._claimed.discard(name)
+        if not number:  # who owns the name is deleted, too
+            self._claimed.discard(name)
         folder = self._folder(name)
         return self._volume.run(f"deleting the snapshot {name!r}", lambda: folder.delete(number))
+
+    def ask_volume(self, what: str, work: Callable[[Callable[[], object]], T]) -> T:
+        """Do something on the volume; wait for it, for as long as it says that it goes on.
+
+        Args:
+            what: what that is, for people.
+            work: what to do; it is given what it is to call now and then.
+
+        Raises:
+            SnapshotError: the volume hangs.
+        """
+        return self._volume.run(what, lambda: work(self._volume.note_progress))
 
     def finish_writing(self) -> None:
         """Wait until what was begun is written.
@@ -240,8 +245,8 @@ class SessionSnapshots:
             threads.shutdown()
 
     def _end_copies(self) -> None:
-        self.out.end()
-        self.into.end()
+        self.copies_out.end()
+        self.copies_in.end()
 
 
 def _rows(tensors: dict[int, torch.Tensor]) -> list[list[object]]:
@@ -266,13 +271,6 @@ def _rows(tensors: dict[int, torch.Tensor]) -> list[list[object]]:
             ]
         )
     return rows
-
-
-def _names(root: Store) -> list[str]:
-    try:
-        return [name for name in root.places() if not name.startswith(".")]
-    except OSError:
-        return []
 
 
 def _room(state: SessionState) -> int | None:

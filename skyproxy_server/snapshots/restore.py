@@ -26,8 +26,8 @@ from skyproxy.snapshots.documents import (
     rows,
     table,
     text,
-    whole,
-    wholes,
+    whole_number,
+    whole_numbers,
 )
 from skyproxy.snapshots.origin import check_origin
 from skyproxy.torch_codec import DTYPES, LAYOUTS, decode_description
@@ -72,7 +72,7 @@ def restore(state: SessionState, document: Table, storages: list[torch.Tensor], 
     try:
         with _refusals():
             _check_origin(document, state)
-            sequence = whole(entry(document, "sequence"), "its batch", 1 << 53)
+            sequence = whole_number(entry(document, "sequence"), "its batch", 1 << 53)
             _Restoration(state, document, storages, max_handles).prepared()()
     except SnapshotError:
         _clear(state)
@@ -161,7 +161,9 @@ class _Restoration:
         self._document = document
         self._max_handles = max_handles
         self._storages = self._on_devices(storages)
-        self._shrunk = [self._restore_former_size(*row) for row in rows(entry(document, "shrunk"), "what shrank", 2)]
+        self._shrunk: list[tuple[torch.UntypedStorage, int, int]] = []
+        for row in rows(entry(document, "shrunk"), "what shrank", 2):
+            self._shrunk.append(self._restore_former_size(*row))
         self._failed = [self._failure(*row) for row in rows(entry(document, "failures"), "the failures", 2)]
         self._values: Row = []
 
@@ -173,8 +175,8 @@ class _Restoration:
         slots = self._slots(entry(document, "slots"))
         modes = torch_modes.decode(entry(document, "modes"), cuda=state.devices.has_cuda)
         random = [self._generator_state(*row) for row in rows(entry(document, "random"), "the random states", 3)]
-        met = whole(entry(document, "cancellations"), "its cancellations", 1 << 53)
-        max_bytes = whole(entry(document, "max_bytes"), "the bytes that it held")
+        met = whole_number(entry(document, "cancellations"), "its cancellations", 1 << 53)
+        max_bytes = whole_number(entry(document, "max_bytes"), "the bytes that it held")
         named = read_named(state, document, self._value_at)
         steps: list[Callable[[], object]] = [
             self._define,
@@ -248,7 +250,7 @@ class _Restoration:
             raise refuse(f"it has {len(described)} storages, and the bytes of {len(given)}")
         made = []
         for (byte_count, kind, index), tensor in zip(described, given, strict=True):
-            if whole(byte_count, "the size of a storage") != tensor.numel():
+            if whole_number(byte_count, "the size of a storage") != tensor.numel():
                 raise refuse(f"a storage has {tensor.numel()} bytes and should have {byte_count}")
             device = self._device(kind, index)
             made.append((tensor if device.type == "cpu" else tensor.to(device)).untyped_storage())
@@ -256,39 +258,45 @@ class _Restoration:
 
     def _restore_former_size(self, number: object, former: object) -> tuple[torch.UntypedStorage, int, int]:
         """Give a storage that was made smaller its former size, for the tensors that were made before."""
-        storage, own = self._storage(number), self._storage(number).nbytes()
-        storage.resize_(whole(former, "the former size of a storage", least=own))
+        storage = self._storage(number)
+        own = storage.nbytes()
+        if any(storage is shrunk for shrunk, _, _ in self._shrunk):
+            # In the end it would have the size of the first row, and in it memory that was never written.
+            raise refuse("a storage was made smaller twice")
+        storage.resize_(whole_number(former, "the former size of a storage", least=own))
         return storage, own, storage.nbytes()
 
     def _device(self, kind: object, index: object) -> torch.device:
-        return self._state.devices.find([text(kind, "a device", 10), whole(index, "the number of a device", 1 << 10)])
+        return self._state.devices.find(
+            [text(kind, "a device", 10), whole_number(index, "the number of a device", 1 << 10)]
+        )
 
     def _failure(self, record: object, delivered: object) -> Failed:
         record = table(record, "a failure")
         plain: Table = {name: text(entry(record, name), f"a failure's {name}") for name in _RECORD_TEXTS}
         for name in _RECORD_NUMBERS:
             if name in record:
-                plain[name] = whole(record[name], f"a failure's {name}", 1 << 53)
+                plain[name] = whole_number(record[name], f"a failure's {name}", 1 << 53)
         if not {"sequence", "position"} <= plain.keys():
             raise refuse("a failure does not say where it happened")
         return Failed.of_record(plain, delivered=flag(delivered, "whether a failure was told"))
 
     def _failure_at(self, number: object) -> Failed:
-        return self._failed[whole(number, "the number of a failure", len(self._failed) - 1)]
+        return self._failed[whole_number(number, "the number of a failure", len(self._failed) - 1)]
 
     def _storage(self, number: object) -> torch.UntypedStorage:
-        return self._storages[whole(number, "the number of a storage", len(self._storages) - 1)]
+        return self._storages[whole_number(number, "the number of a storage", len(self._storages) - 1)]
 
     # --- values ------------------------------------------------------------------------------------------------------
 
     def _value_at(self, number: object) -> object:
-        return self._values[whole(number, "the number of a value", len(self._values) - 1)]
+        return self._values[whole_number(number, "the number of a value", len(self._values) - 1)]
 
     def _slots(self, given: object) -> dict[int, object]:
         pairs = rows(given, "the slots", 2)
         if len(pairs) > self._max_handles:
             raise refuse(f"it holds {len(pairs)} values, and this worker allows {self._max_handles} a session")
-        return {whole(slot, "a slot", 1 << 53, least=1): self._value_at(number) for slot, number in pairs}
+        return {whole_number(slot, "a slot", 1 << 53, least=1): self._value_at(number) for slot, number in pairs}
 
     def _value(self, row: object) -> object:
         match row:
@@ -315,8 +323,8 @@ class _Restoration:
 
     def _tensor(self, storage: torch.UntypedStorage, fields: Row) -> torch.Tensor:
         d = decode_description(fields)
-        sizes, strides = wholes(list(d.size), "a size"), wholes(list(d.stride), "a stride")
-        offset = whole(d.offset, "an offset")
+        sizes, strides = whole_numbers(list(d.size), "a size"), whole_numbers(list(d.stride), "a stride")
+        offset = whole_number(d.offset, "an offset")
         if len(sizes) != len(strides) or len(sizes) > MAX_DIMENSIONS or d.layout is not torch.strided:
             raise refuse("a tensor has other strides than sizes, or too many")
         _check_dtype(d.dtype)
@@ -330,7 +338,7 @@ class _Restoration:
         return torch._neg_view(tensor) if flag(d.negative, "a negative bit") else tensor
 
     def _sparse(self, layout: object, dtype: object, size: object, parts: Row, is_sorted: object) -> torch.Tensor:
-        kind, sizes = LAYOUTS[text(layout, "a layout", 40)], wholes(size, "a size")
+        kind, sizes = LAYOUTS[text(layout, "a layout", 40)], whole_numbers(size, "a size")
         if not all(isinstance(part, torch.Tensor) for part in parts) or len(sizes) > MAX_DIMENSIONS:
             raise refuse("a sparse tensor has no tensors as its parts")
         if parts[-1].dtype != DTYPES[text(dtype, "a dtype", 40)]:
@@ -375,30 +383,34 @@ class _Restoration:
         document, graphs = self._document, self._state.graphs
         for row in rows(entry(document, "graphs"), "the graphs"):
             row = table(row, "a graph")
-            number = whole(entry(row, "number"), "the number of a graph", 1 << 53)
-            exports = wholes(entry(row, "exports"), "what a graph makes", 1 << 53)
+            number = whole_number(entry(row, "number"), "the number of a graph", 1 << 53)
+            exports = whole_numbers(entry(row, "exports"), "what a graph makes", 1 << 53)
             modes = torch_modes.decode(entry(row, "modes"), cuda=self._state.devices.has_cuda)
             recording = Recording(number, rows(entry(row, "stream"), "a graph's commands"), exports, modes)
             pairs = rows(entry(row, "externals"), "what a graph reads", 2)
-            recording.externals = {whole(slot, "a slot", 1 << 53): self._value_at(value) for slot, value in pairs}
-            recording.dynamic = wholes(entry(row, "dynamic"), "what a graph reads of others", 1 << 53)
+            recording.externals = {
+                whole_number(slot, "a slot", 1 << 53): self._value_at(value) for slot, value in pairs
+            }
+            recording.dynamic = whole_numbers(entry(row, "dynamic"), "what a graph reads of others", 1 << 53)
             places = rows(entry(row, "places"), "the devices of a graph", 2)
             graphs.restore(recording, places, intact=flag(entry(row, "intact"), "whether a graph has run"))
         for slot, number in rows(entry(document, "graphs_of_slots"), "what graphs made", 2):
-            graphs.fill(whole(slot, "a slot", 1 << 53), whole(number, "the number of a graph", 1 << 53))
+            graphs.fill(whole_number(slot, "a slot", 1 << 53), whole_number(number, "the number of a graph", 1 << 53))
 
     def _add_marks(self) -> None:
         document, values = self._document, self._state.values
         for graph, failed, memory in rows(entry(document, "not_replayed"), "what no replay made yet", 3):
             values.mark_not_replayed(
-                whole(graph, "the number of a graph", 1 << 53), self._failure_at(failed), self._value_at(memory)
+                whole_number(graph, "the number of a graph", 1 << 53), self._failure_at(failed), self._value_at(memory)
             )
         for storage, failed in rows(entry(document, "changes_that_failed"), "the changes that failed", 2):
             values.gates.mark_storage_failed(self._storage(storage), self._failure_at(failed))
         for shrunk, own, former in self._shrunk:
             shrunk.resize_(own)
             values.gates.mark_shrunk(shrunk, former)
-        unreported = wholes(entry(document, "unreported"), "the failures that were not told", len(self._failed) - 1)
+        unreported = whole_numbers(
+            entry(document, "unreported"), "the failures that were not told", len(self._failed) - 1
+        )
         self._state.reports.unreported[:] = [self._failure_at(number) for number in unreported]
 
 

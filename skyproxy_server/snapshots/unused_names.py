@@ -25,7 +25,8 @@ class _Nobody:
     """Holds a named session while it is saved, in nobody's name."""
 
     identity = ""
-    is_detached = is_deserted = is_leaving = True
+    is_detached = is_leaving = True
+    deserted_seconds = 0.0
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         return True

@@ -63,20 +63,24 @@ class CopyBuffers:
             VolumeHangsError: it does not.
         """
         with self._changed:
-            while self._used and self._used + self._charge(byte_count) > self._most:
+            while self._used and self._used + self._size_for(byte_count) > self._most:
                 left = self._moved_at + self._stall_seconds - time.monotonic()
                 if left <= 0:
                     raise hangs(self._stall_seconds)
                 self._changed.wait(left)
             if not self._used:
                 self._moved_at = time.monotonic()
-            self._used += self._charge(byte_count)
+            size = self._size_for(byte_count)
+            self._used += size
             if self._free:
                 return self._free.pop()
-        return torch.empty(byte_count, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8)
 
-    def _charge(self, byte_count: int) -> int:
-        return self.buffer_bytes if self._free else byte_count
+    def _size_for(self, byte_count: int) -> int:
+        """The size of the buffer that so many bytes get: a whole one, which others can use after them, unless they are
+        few. Storages seldom fill one to the last byte.
+        """
+        return self.buffer_bytes if self._free or 2 * byte_count > self.buffer_bytes else byte_count
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Make room."""

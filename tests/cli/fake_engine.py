@@ -43,6 +43,14 @@ def create(*rest: str) -> None:
 
 
 def cp(source: str, target: str) -> None:
+    if target == "-":
+        name, _, path = source.partition(":")
+        file = inside(STATE / name, path)
+        if not file.exists():
+            sys.exit(f"Error response from daemon: Could not find the file {path} in container {name}")
+        with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
+            archive.add(file, file.name)
+        return
     name, _, path = target.partition(":")
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         archive.extractall(inside(STATE / name, path))
@@ -55,16 +63,32 @@ def start(name: str) -> None:
     program, *arguments = row["command"]
     assert program == "python"
     arguments[arguments.index("--port") + 1] = "0"
-    arguments[arguments.index("--token-file") + 1] = str(inside(folder, arguments[arguments.index("--token-file") + 1]))
+    for option in ("--token-file", "--snapshots", "--suspend-report"):
+        place = arguments.index(option) + 1
+        arguments[place] = str(inside(folder, arguments[place]))
     command = [sys.executable, *arguments, "--port-file", str(port)]
-    with (folder / "log").open("wb") as log:
+    port.unlink(missing_ok=True)
+    with (folder / "log").open("ab") as log:
         row["pid"] = subprocess.Popen(
             command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **row["env"]}
         ).pid
+    row.pop("ended", None)
     save(folder, row)
     # The engine publishes a port at once; here it is known when the program has it.
     while not port.exists() and runs(row["pid"]):
         time.sleep(0.02)
+
+
+def stop(*rest: str) -> None:
+    option, seconds, name = rest
+    assert option == "-t"
+    row = load(STATE / name)
+    os.kill(row["pid"], signal.SIGTERM)  # to the first process in it, as an init passes it on
+    deadline = time.monotonic() + float(seconds)
+    while runs(row["pid"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    save(STATE / name, {**row, "ended": 0})
 
 
 def container(verb: str, name: str) -> None:
@@ -76,16 +100,17 @@ def container(verb: str, name: str) -> None:
     running = row["pid"] is not None and runs(row["pid"])
     port = (folder / "port").read_text().strip() if running and (folder / "port").exists() else None
     ports = {"8765/tcp": [{"HostIp": "127.0.0.1", "HostPort": port}] if port else None}
-    state = {"Running": running, "ExitCode": 0 if running else 1}
+    state = {"Running": running, "ExitCode": 0 if running else row.get("ended", 1)}
     print(
         json.dumps([{"Created": "2026-01-01T00:00:00.123456789Z", "State": state, "NetworkSettings": {"Ports": ports}}])
     )
 
 
-def ps(*_: str) -> None:
+def ps(*rest: str) -> None:
+    assert rest[-1] == "{{.Names}}", "docker prints labels, too, and podman does not"
     for folder in STATE.iterdir():
         if folder.is_dir():
-            print(load(folder)["options"]["--label"][0].partition("=")[2])
+            print(folder.name)
 
 
 def logs(*rest: str) -> None:

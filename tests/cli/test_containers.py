@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from typer.testing import Result
 
 from skyproxy.contexts import ContextStore
 from skyproxy.providers.container_engine import CONFINEMENT
+from tests.cli.test_suspending import Notebook, undisturbed
+from tests.integration.programs import wait_for
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -134,3 +137,46 @@ def test_without_an_engine_it_is_said(run: Run, home: Path, monkeypatch: pytest.
     result = run("up", "box", "--provider", "container")
     assert result.exit_code == 2
     assert "neither docker nor podman is installed" in result.output
+
+
+def test_a_suspended_container_holds_nothing_and_comes_back_with_the_next_operation(
+    run: Run, read: Read, engine: Path, tmp_path: Path
+) -> None:
+    assert run("up", "box", "--provider", "container", "--suspend-after", "1h").exit_code == 0
+    (create,) = [call for call in calls(engine) if call[0] == "create"]
+    assert "--snapshots /home/worker/snapshots" in " ".join(create)
+    assert "--suspend-after 3600" in " ".join(create)
+    notebook = Notebook(tmp_path)
+    try:
+        losses = [notebook.read(), notebook.step()]
+        result = run("suspend", "box")
+        assert result.exit_code == 0, result.output
+        assert "box is suspended: 1 session is suspended" in result.stdout
+        (row,) = read("list")
+        assert (row["phase"], row["ready"], row["message"]) == ("Suspended", False, "1 session is suspended")
+        assert "is suspended already" in run("suspend", "box").output
+        losses += [notebook.step(), notebook.step()]  # the first of them brings it back
+        assert read("list")[0]["phase"] == "Running"
+        assert run("suspend").exit_code == 0
+        result = run("resume")
+        assert (result.exit_code, result.stdout) == (0, "box is ready\n"), result.output
+        losses.append(notebook.step())
+        assert run("suspend").exit_code == 0
+        assert run("up", "box", "--provider", "container").exit_code == 0  # as it was
+        losses.append(notebook.step())
+        assert losses == undisturbed(tmp_path, len(losses))
+        assert run("suspend").exit_code == 0
+        assert run("down").exit_code == 0
+        notebook.step()
+        assert notebook.process.wait(60) == 1
+        assert "there is no worker 'box' any more" in notebook.said.read_text()
+    finally:
+        notebook.close()
+
+
+def test_a_container_that_was_killed_is_lost_and_not_suspended(run: Run, read: Read, engine: Path) -> None:
+    assert run("up", "box", "--provider", "container").exit_code == 0
+    os.killpg(json.loads((engine / "skyproxy-box" / "row.json").read_text())["pid"], signal.SIGKILL)
+    wait_for(lambda: read("list")[0]["phase"] == "Lost", "it is dead")
+    assert run("resume", "box").exit_code == 0
+    assert read("list")[0]["phase"] == "Running"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from skyproxy.errors import SessionLostError
-from skyproxy.functions.channel import Channel
+from skyproxy.functions.channel import FunctionChannel
 from skyproxy.settings import Settings
 
 
@@ -37,7 +37,7 @@ def test_a_connection_that_opens_while_its_session_ends_is_closed() -> None:
             tell(SessionLostError("the node was closed"))
         return link
 
-    channel = Channel(cast(Any, session), cast(Any, open_late))
+    channel = FunctionChannel(cast(Any, session), cast(Any, open_late))
     channel.open()
     assert link.closed.is_set()
     for thread in channel._threads:

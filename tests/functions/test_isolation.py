@@ -200,6 +200,16 @@ def test_each_call_begins_with_fresh_globals_and_its_own_process(node: skyproxy.
     assert len({one, other, node.run(os.getpid)}) == 3
 
 
+def loaded(name: str) -> bool:
+    return name in sys.modules
+
+
+def test_its_process_imports_nothing_that_the_function_does_not_ask_for(node: skyproxy.Node) -> None:
+    """What is imported behind the fork is imported for each call."""
+    assert isolated(node, loaded, "numpy")
+    assert not isolated(node, loaded, "numpy.random")
+
+
 def test_random_numbers_go_on_where_they_were(node: skyproxy.Node, sky: str) -> None:
     def draw() -> list[float]:
         return torch.rand(2).tolist()

@@ -11,7 +11,7 @@ import pytest
 
 from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy.functions import scripts
-from skyproxy.functions.scripts import Script, describe_script, packed_for
+from skyproxy.functions.scripts import Script, describe_script, pack_for
 from skyproxy.runtime.instance import InstanceInfo, Peer
 from skyproxy.runtime.project_code import pack_files, unpack_files
 
@@ -58,13 +58,13 @@ def test_arguments_are_texts(project: Path) -> None:
 
 
 def test_nodes_that_see_this_machine_get_no_files(project: Path) -> None:
-    script = packed_for(describe_script(project / "train"), shares_files=True)
+    script = pack_for(describe_script(project / "train"), shares_files=True)
     assert script.files is None
     assert script.directory == os.getcwd()
 
 
 def test_other_nodes_get_the_script_and_what_lies_beside_it(project: Path, tmp_path: Path) -> None:
-    script = packed_for(describe_script(project / "train"), shares_files=False)
+    script = pack_for(describe_script(project / "train"), shares_files=False)
     assert script.directory is None
     assert script.files is not None
     place = tmp_path / "there"
@@ -83,12 +83,10 @@ def test_files_cannot_leave_their_folder(tmp_path: Path) -> None:
 class TestOptions:
     """What the agent of a node is told."""
 
-    def test_a_single_node_needs_no_place_to_meet(self) -> None:
-        assert scripts._options(Script("x.py", procs_per_node="gpu"), node(0, of=1)) == [
-            "--nproc-per-node=gpu",
-            "--max-restarts=0",
-            "--standalone",
-        ]
+    def test_a_single_node_meets_where_others_do_not_reach_it(self) -> None:
+        told = scripts._options(Script("x.py", procs_per_node="gpu", run="abc"), node(0, of=1))
+        assert told[:2] == ["--nproc-per-node=gpu", "--max-restarts=0"]
+        assert {"--local-addr=127.0.0.1", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=abc"} <= set(told)
 
     def test_ranks_are_in_the_order_of_nodes(self) -> None:
         told = scripts._options(Script("x.py"), node(1))

@@ -79,6 +79,8 @@ def test_a_model_trains_as_on_the_local_device(
 ) -> None:
     if kind == "cpu" and autocast is torch.float16:
         pytest.skip("float16 with a GradScaler is CUDA's")
+    if (kind, name, autocast) == ("cpu", "lstm", torch.bfloat16) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("on this processor autocast's LSTM in bfloat16 raises, locally as on a worker")
     model, data = MODELS[name]()
     ours = losses(model, data, gpu_node.device(kind), autocast=autocast)
     theirs = losses(model, data, kind, autocast=autocast)

@@ -51,11 +51,11 @@ def test_a_device_of_this_program_is_refused() -> None:
 @pytest.mark.parametrize("max_restarts", [-1, 1.5, "2", None])
 def test_restarts_are_a_number(max_restarts: object) -> None:
     with pytest.raises(ConfigurationError, match="max_restarts"):
-        JobOptions(max_restarts=max_restarts).asked("t", "script")  # type: ignore[arg-type]
+        JobOptions(max_restarts=max_restarts).request("t", "script")  # type: ignore[arg-type]
 
 
 def test_a_worker_takes_what_options_ask_for() -> None:
-    asked = JobOptions("mine", 3, 2.5, {"A": 1}).asked("t", "script", (1, 2))
+    asked = JobOptions("mine", 3, 2.5, {"A": 1}).request("t", "script", (1, 2))
     record = asked_record(asked, Identity("me"), 9.0)
     assert (record.name, record.max_restarts, record.grace_seconds, record.env) == ("mine", 3, 2.5, {"A": "1"})
-    assert asked_record(JobOptions().asked("t", "function"), Identity("me"), 9.0).grace_seconds == 9.0
+    assert asked_record(JobOptions().request("t", "function"), Identity("me"), 9.0).grace_seconds == 9.0

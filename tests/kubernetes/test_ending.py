@@ -14,7 +14,7 @@ from skyproxy.errors import ClusterError
 from skyproxy.kubernetes import ending
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.client import ClusterClient
-from skyproxy.kubernetes.ending import end, waited_for
+from skyproxy.kubernetes.ending import end, reasons_to_wait
 
 pytestmark = pytest.mark.timeout(60)
 DUE = "2026-05-01T12:00:00Z"
@@ -53,7 +53,7 @@ COMPUTE = {"metadata": {"name": "dev", "uid": "uid-dev", "finalizers": ["foregro
     ],
 )
 def test_what_is_waited_for_is_told(compute: Any, pods: list[Any], told: str) -> None:
-    (line,) = waited_for(compute, pods, datetime(2026, 5, 1, 12, 0, 5, tzinfo=UTC))
+    (line,) = reasons_to_wait(compute, pods, datetime(2026, 5, 1, 12, 0, 5, tzinfo=UTC))
     assert told in line
 
 

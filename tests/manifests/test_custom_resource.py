@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyproxy_operator import names, status
-from skyproxy_operator.worker_spec import RestartPolicy, WorkerSpec, problems
+from skyproxy_operator.compute_spec import ComputeSpec, RestartPolicy, problems
 from tests.manifests.custom_resource import (
     CRD,
     SCHEMA,
@@ -75,10 +75,10 @@ def test_what_rules_look_at_is_bounded() -> None:
 
 def test_defaults_are_the_operators_own() -> None:
     spec = with_defaults(SPEC, {})
-    assert WorkerSpec.parse("dev", spec) == WorkerSpec.parse("dev", {}) == WorkerSpec()
-    assert WorkerSpec.parse("dev", spec).restart == RestartPolicy()
+    assert ComputeSpec.parse("dev", spec) == ComputeSpec.parse("dev", {}) == ComputeSpec()
+    assert ComputeSpec.parse("dev", spec).restart == RestartPolicy()
     volume = {"name": "a", "storage": "1Gi", "path": "/a"}
-    assert WorkerSpec.parse("dev", with_defaults(SPEC, {"volumes": [volume]})) == WorkerSpec.parse(
+    assert ComputeSpec.parse("dev", with_defaults(SPEC, {"volumes": [volume]})) == ComputeSpec.parse(
         "dev", {"volumes": [volume]}
     )
 
@@ -111,7 +111,7 @@ def test_the_status_that_the_operator_writes_is_not_pruned() -> None:
     }
     carried = status.with_activity(carried, [report], NOW)
     assert set(carried) == set(status._PAST)
-    written = status.built(
+    written = status.build_status(
         made,
         status.Verdict("Running", True, Cause("Ready", "x"), False, True),
         NOW,
@@ -154,7 +154,7 @@ def test_examples_are_what_they_seem(path: Any) -> None:
     assert schema_problems(example) == []
     made = {**example, "spec": with_defaults(SPEC, example["spec"])}
     made["metadata"] = {**made["metadata"], "namespace": "lab", "uid": "x"}
-    spec = WorkerSpec.parse(made["metadata"]["name"], made["spec"])
+    spec = ComputeSpec.parse(made["metadata"]["name"], made["spec"])
     assert build_pod(made, spec, 0, 0, OPTIONS)["kind"] == "Pod"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from skyproxy_operator.cluster import ApiError
 from skyproxy_operator.names import COMPUTE_LABEL
-from skyproxy_operator.probing import ENDING, Access
+from skyproxy_operator.probing import ENDING, ProbeCredentials
 from skyproxy_operator.queueing import GROUP_LABEL, QUEUE_LABEL, TOTAL_ANNOTATION, WORKLOAD
 from skyproxy_operator.reaping import Report
 
@@ -239,10 +239,12 @@ class FakeProber:
         self.idle_seconds: float | None = 0.0
         self.sessions = 0
         self.silence = Report(problem="silent")
-        self.asked: list[tuple[Sequence[tuple[str, int]], Access]] = []
+        self.asked: list[tuple[Sequence[tuple[str, int]], ProbeCredentials]] = []
         self.told: list[Sequence[tuple[str, int]]] = []
 
-    async def ask(self, addresses: Sequence[tuple[str, int]], access: Access, path: str = "/activity") -> list[Report]:
+    async def ask(
+        self, addresses: Sequence[tuple[str, int]], access: ProbeCredentials, path: str = "/activity"
+    ) -> list[Report]:
         if path == ENDING:
             self.told.append(addresses)
             return []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+from skyproxy_operator.compute_spec import ComputeSpec
 from skyproxy_operator.names import ATTEMPT, COMPUTE_LABEL, NODE_LABEL, SPEC_HASH, owner_reference, pod_name
 from skyproxy_operator.options import Options
-from skyproxy_operator.worker_spec import WorkerSpec
 
 NOW = datetime.datetime(2026, 5, 1, 12, 0, 0, tzinfo=datetime.UTC)
 OPTIONS = Options()
@@ -23,8 +23,8 @@ def make_compute(name: str = "dev", *, uid: str = "uid-1", status: Any = None, *
     }
 
 
-def spec_of(compute: dict[str, Any]) -> WorkerSpec:
-    return WorkerSpec.parse(compute["metadata"]["name"], compute["spec"])
+def spec_of(compute: dict[str, Any]) -> ComputeSpec:
+    return ComputeSpec.parse(compute["metadata"]["name"], compute["spec"])
 
 
 def make_pod(compute: dict[str, Any], node: int = 0, *, attempt: int = 0, **status: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from skyproxy_operator.cluster import ApiError, Cluster, path_of
+from skyproxy_operator.cluster import ApiError, ClusterConnection, path_of
 from tests.operator.makers import make_compute, make_pod
 
 SECRET = "c2VjcmV0LXRva2VuLXRoYXQtbm9ib2R5LXNlZXM="
@@ -49,7 +49,7 @@ class Server:
 
 
 def run(
-    scenario: Callable[[Server, Cluster], Awaitable[None]],
+    scenario: Callable[[Server, ClusterConnection], Awaitable[None]],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     timeout_seconds: float = 30.0,
@@ -71,7 +71,7 @@ def run(
         }
         (folder / "config").write_text(yaml.safe_dump(kubeconfig))
         monkeypatch.setenv("KUBECONFIG", str(folder / "config"))
-        cluster = await Cluster.connect(timeout_seconds)
+        cluster = await ClusterConnection.connect(timeout_seconds)
         try:
             await scenario(server, cluster)
         finally:
@@ -101,7 +101,7 @@ def test_paths(arguments: Any, path: str) -> None:
 def test_an_object_is_applied_with_our_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pod = make_pod(make_compute())
 
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         server.answers["PATCH", "/api/v1/namespaces/lab/pods/dev-0"] = (200, pod)
         assert await cluster.apply(pod) == pod
         ((_, path, headers, body),) = server.asked
@@ -116,7 +116,7 @@ def test_an_object_is_applied_with_our_name(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_not_there_is_none_and_what_is_there_already_is_false(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         assert await cluster.read("v1", "Secret", "lab", "a") is None
         assert await cluster.served_kinds("gateway.networking.k8s.io") == {}
         exists = {"kind": "Status", "reason": "AlreadyExists", "message": 'pods "dev-0" already exists'}
@@ -129,7 +129,7 @@ def test_what_is_not_there_is_none_and_what_is_there_already_is_false(
 
 
 def test_only_the_very_object_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         pod = make_pod(make_compute())
         for status in (200, 404, 409):
             server.answers["DELETE", "/api/v1/namespaces/lab/pods/dev-0"] = (status, {"message": "x"})
@@ -143,7 +143,7 @@ def test_only_the_very_object_is_deleted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_status_is_written_to_the_very_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         path = "/apis/skyproxy.dev/v1alpha1/namespaces/lab/computes/dev/status"
         mismatch = "metadata.uid: Invalid value: field is immutable"
         for status, message in ((200, ""), (404, "gone"), (409, "uid"), (422, mismatch)):
@@ -159,7 +159,7 @@ def test_a_status_is_written_to_the_very_compute(tmp_path: Path, monkeypatch: py
 
 
 def test_the_best_version_of_each_kind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         group = "gateway.networking.k8s.io"
         versions = [{"groupVersion": f"{group}/{name}", "version": name} for name in ("v1", "v1alpha3")]
         server.answers["GET", f"/apis/{group}"] = (200, {"versions": versions})
@@ -174,7 +174,7 @@ def test_the_best_version_of_each_kind_is_found(tmp_path: Path, monkeypatch: pyt
 def test_what_kueue_says_is_found_by_the_pod_and_missing_rights_are_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         pod, path = make_pod(make_compute()), "/apis/kueue.x-k8s.io/v1beta1/namespaces/lab/workloads"
         assert await cluster.workload("v1beta1", pod) is None
         server.answers["GET", path] = (403, {"message": "no"})
@@ -194,7 +194,7 @@ def test_what_kueue_says_is_found_by_the_pod_and_missing_rights_are_no_failure(
 
 
 def test_listed_objects_know_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         page = {"items": [{"metadata": {"name": "a"}}], "metadata": {"resourceVersion": "7", "continue": "more"}}
         rest = {"items": [{"metadata": {"name": "b"}}], "metadata": {"resourceVersion": "7"}}
         pages = iter([page, rest])
@@ -235,7 +235,7 @@ def streaming(
     return handle
 
 
-async def watched(cluster: Cluster, opened: list[str], silence_seconds: float = 30) -> list[Any]:
+async def watched(cluster: ClusterConnection, opened: list[str], silence_seconds: float = 30) -> list[Any]:
     query = {"resourceVersion": "5"}
     events = cluster.watch(
         "v1", "Pod", "lab", query, silence_seconds=silence_seconds, opened=lambda: opened.append("opened")
@@ -244,7 +244,7 @@ async def watched(cluster: Cluster, opened: list[str], silence_seconds: float = 
 
 
 def test_a_watch_brings_whole_events_however_they_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         server.streams["/api/v1/namespaces/lab/pods"] = streaming(b'{"type":"ADDED"}\n{"ty', b'pe":"MODIFIED"}', b"\n")
         opened: list[str] = []
         assert await watched(cluster, opened) == [{"type": "ADDED"}, {"type": "MODIFIED"}]
@@ -255,7 +255,7 @@ def test_a_watch_brings_whole_events_however_they_are_cut(tmp_path: Path, monkey
 
 
 def test_a_watch_that_is_refused_or_lost_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         path, opened = "/api/v1/namespaces/lab/pods", []  # type: tuple[str, list[str]]
         server.answers["GET", path] = (410, {"reason": "Expired", "message": "too old resource version"})
         with pytest.raises(ApiError, match="too old") as caught:
@@ -274,7 +274,7 @@ def test_a_watch_that_is_refused_or_lost_says_so(tmp_path: Path, monkeypatch: py
 
 
 def test_what_a_write_leaves_behind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         told: list[Any] = []
         cluster.wrote = told.append
         compute = make_compute()
@@ -299,7 +299,7 @@ def test_what_a_write_leaves_behind_is_told(tmp_path: Path, monkeypatch: pytest.
 def test_refusals_have_a_cause(
     status: int, body: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         server.answers["GET", "/api/v1/namespaces/lab/secrets/a"] = (status, body)
         with pytest.raises(ApiError) as caught:
             await cluster.read("v1", "Secret", "lab", "a")
@@ -309,7 +309,7 @@ def test_refusals_have_a_cause(
 
 
 def test_a_server_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         server.answers["GET", "/api/v1/namespaces/lab/secrets/a"] = asyncio.Event().wait
         with pytest.raises(ApiError, match=r"did not answer within 0\.3 s") as caught:
             await cluster.read("v1", "Secret", "lab", "a")
@@ -319,7 +319,7 @@ def test_a_server_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_server_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         cluster._client.configuration.host = "http://127.0.0.1:1"
         with pytest.raises(ApiError, match="cannot be reached"):
             await cluster.read("v1", "Secret", "lab", "a")
@@ -332,7 +332,7 @@ def test_no_secret_and_no_token_is_logged_however_much_is(
 ) -> None:
     caplog.set_level(logging.DEBUG)
 
-    async def scenario(server: Server, cluster: Cluster) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
         secret = {"kind": "Secret", "metadata": {"name": "a", "namespace": "lab"}, "data": {"token": SECRET}}
         server.answers["GET", "/api/v1/namespaces/lab/secrets/a"] = (200, secret)
         server.answers["POST", "/api/v1/namespaces/lab/secrets"] = (201, secret)

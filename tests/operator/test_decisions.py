@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from skyproxy_operator.causes import Cause
+from skyproxy_operator.compute_spec import RestartPolicy
 from skyproxy_operator.decisions import ObservedState, Plan, backoff_seconds, decide, refuse
 from skyproxy_operator.names import WAKE
 from skyproxy_operator.reaping import Report
-from skyproxy_operator.worker_spec import RestartPolicy
 from tests.operator.makers import NOW, OPTIONS, at, condition, make_compute, make_pod, spec_of
 
 CRASH = {"exitCode": 1, "reason": "Error", "message": "boom"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyproxy_operator.disruption import annotations_to_change, in_use, is_protected
+from skyproxy_operator.disruption import annotations_to_change, are_in_use, is_protected
 from skyproxy_operator.reaping import Report
 from tests.operator.makers import OPTIONS, make_compute, make_pod, spec_of
 from tests.operator.world import World, run
@@ -36,7 +36,7 @@ def said(**answer: Any) -> Report:
     ],
 )
 def test_in_use_is_who_would_lose_something(reports: list[Report], used: bool | None) -> None:
-    assert in_use(reports) is used
+    assert are_in_use(reports) is used
 
 
 def changes(status: dict[str, Any], annotations: Any = None, **spec: Any) -> dict[str, str | None]:

@@ -14,7 +14,7 @@ import pytest
 
 from skyproxy_operator import handlers
 from skyproxy_operator.__main__ import main, parser
-from skyproxy_operator.cluster import Cluster
+from skyproxy_operator.cluster import ClusterConnection
 from skyproxy_operator.options import Options
 
 
@@ -108,17 +108,17 @@ def test_a_bad_option_is_told_before_anything_begins(
 def test_a_cluster_that_is_too_old_ends_the_operator_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Old(Cluster):
+    class Old(ClusterConnection):
         async def request(self, method: str, path: str, **_: Any) -> dict[str, Any]:
             return {"major": "1", "minor": "18", "gitVersion": "v1.18.20"}
 
         async def close(self) -> None:
             pass
 
-    async def connect(_timeout: float) -> Cluster:
+    async def connect(_timeout: float) -> ClusterConnection:
         return Old(None, 1.0)
 
-    monkeypatch.setattr(Cluster, "connect", connect)
+    monkeypatch.setattr(ClusterConnection, "connect", connect)
     monkeypatch.setattr(kopf, "operator", None)
     monkeypatch.setattr(kopf, "configure", lambda **_: None)
     assert main(["-A"]) == 2

@@ -11,7 +11,7 @@ import pytest
 
 from skyproxy_operator import informer as module
 from skyproxy_operator.cluster import ApiError
-from skyproxy_operator.informer import Informer, Store, View, compute_of, view_of
+from skyproxy_operator.informer import Informer, ObjectStore, View, compute_of, view_of
 from skyproxy_operator.names import COMPUTE_LABEL
 from tests.operator.virtual_time import run_virtually
 
@@ -51,7 +51,7 @@ def names(items: list[Object]) -> list[str]:
 
 def test_a_store_shows_what_was_listed_and_what_has_changed_since() -> None:
     told = Told()
-    store = Store(compute_of, told)
+    store = ObjectStore(compute_of, told)
     store.replace([pod("a", 3), pod("b", 4), pod("x", 5, "other")], 5)
     store.change("MODIFIED", pod("b", 6, phase="Running"))
     store.change("ADDED", pod("c", 7))
@@ -65,7 +65,7 @@ def test_a_store_shows_what_was_listed_and_what_has_changed_since() -> None:
 
 def test_a_list_shows_what_went_while_nobody_watched() -> None:
     told = Told()
-    store = Store(compute_of, told)
+    store = ObjectStore(compute_of, told)
     store.replace([pod("a", 3), pod("b", 4), pod("c", 5)], 5)
     told.changes.clear()
     store.replace([pod("b", 4), pod("c", 9), pod("d", 8)], 10)
@@ -74,7 +74,7 @@ def test_a_list_shows_what_went_while_nobody_watched() -> None:
 
 
 def test_an_object_that_changes_its_compute_is_in_one_group_only() -> None:
-    store = Store(compute_of, Told())
+    store = ObjectStore(compute_of, Told())
     store.replace([pod("a", 3)], 3)
     store.change("MODIFIED", pod("a", 4, "other"))
     assert (names(store.group("lab", "dev")), names(store.group("lab", "other"))) == ([], ["a"])
@@ -87,8 +87,8 @@ def test_an_object_that_changes_its_compute_is_in_one_group_only() -> None:
         lambda store: store.replace([pod("a", 12, phase="theirs")], 15),
     ],
 )
-def test_what_we_wrote_is_seen_until_the_stream_has_come_there(overtaking: Callable[[Store], None]) -> None:
-    store = Store(compute_of, Told())
+def test_what_we_wrote_is_seen_until_the_stream_has_come_there(overtaking: Callable[[ObjectStore], None]) -> None:
+    store = ObjectStore(compute_of, Told())
     store.replace([pod("a", 3)], 5)
     store.wrote(pod("a", 10, phase="ours"))
     store.wrote(pod("new", 11))
@@ -104,7 +104,7 @@ def test_what_we_wrote_is_seen_until_the_stream_has_come_there(overtaking: Calla
 
 
 def test_an_answer_that_comes_later_than_the_news_brings_nothing_back() -> None:
-    store = Store(compute_of, Told())
+    store = ObjectStore(compute_of, Told())
     store.replace([pod("a", 3)], 5)
     store.change("DELETED", pod("a", 9))
     store.wrote(pod("a", 8))
@@ -119,7 +119,7 @@ def test_a_version_that_is_no_number_is_refused(version: Any) -> None:
     item = pod("a", 1)
     item["metadata"]["resourceVersion"] = version
     with pytest.raises(ApiError, match="is not a number"):
-        Store(compute_of, Told()).change("ADDED", item)
+        ObjectStore(compute_of, Told()).change("ADDED", item)
 
 
 # --- the informer -----------------------------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ class Api:
                 yield step
 
 
-def follow(api: Api, until: Callable[[Informer], bool], then: Callable[[Informer], None] | None = None) -> Store:
+def follow(api: Api, until: Callable[[Informer], bool], then: Callable[[Informer], None] | None = None) -> ObjectStore:
     """Run an informer, in virtual time, until something holds."""
-    store = Store(compute_of, Told())
+    store = ObjectStore(compute_of, Told())
 
     async def main() -> None:
         informer = Informer(api, store, "v1", "Pod")  # type: ignore[arg-type]
@@ -246,7 +246,7 @@ def test_after_a_change_of_leaders_everything_is_listed_anew() -> None:
 def test_nothing_is_decided_while_a_watch_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    informer = Informer(Api([], []), Store(compute_of, Told()), "v1", "Pod")  # type: ignore[arg-type]
+    informer = Informer(Api([], []), ObjectStore(compute_of, Told()), "v1", "Pod")  # type: ignore[arg-type]
     view = View({"Pod": [informer]})
     view.check_current(20)
     informer._lost_at = 90.0

@@ -17,6 +17,7 @@ from skyproxy_operator.names import ATTEMPT, SPEC_HASH
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
 from skyproxy_server.arguments import parser
+from skyproxy_server.health import LIVE_PATH, READY_PATH
 from tests.operator.makers import OPTIONS, make_compute, spec_of
 
 
@@ -143,6 +144,18 @@ def test_it_fits_the_restricted_pod_security_standard() -> None:
     }
     assert pod["spec"]["automountServiceAccountToken"] is False
     assert pod["spec"]["restartPolicy"] == "Never"
+
+
+def test_a_worker_that_answers_nobody_for_minutes_is_ended_and_one_that_computes_is_not() -> None:
+    pod = pod_of(port=9000)
+    probe = container(pod)["livenessProbe"]
+    assert probe["httpGet"] == {"scheme": "HTTPS", "path": LIVE_PATH, "port": 9000}
+    patience = probe["periodSeconds"] * probe["failureThreshold"]
+    assert 300 <= patience <= 900
+    # Long before that, nobody is sent there any more.
+    ready = container(pod)["readinessProbe"]
+    assert ready["httpGet"] == {"scheme": "HTTPS", "path": READY_PATH, "port": 9000}
+    assert ready["periodSeconds"] * ready["failureThreshold"] < patience
 
 
 def test_the_user_is_the_installations_choice() -> None:

@@ -17,14 +17,14 @@ import pytest
 
 from skyproxy.settings import Settings
 from skyproxy_operator.certificates import issue
-from skyproxy_operator.probing import ENDING, Access, Prober, report_of
+from skyproxy_operator.probing import ENDING, ProbeCredentials, Prober, report_of
 from skyproxy_operator.reaping import Report
 from skyproxy_server.listener import Listener, serve
 
 TOKEN = "the-token-of-this-compute"
 OTHER = "the-token-of-another-compute"
 PAIR = issue("dev", "lab", datetime.datetime.now(datetime.UTC))
-ACCESS = Access(TOKEN, PAIR.authority, "dev.lab.svc")
+ACCESS = ProbeCredentials(TOKEN, PAIR.authority, "dev.lab.svc")
 
 
 class Host:
@@ -46,7 +46,9 @@ def worker(tmp_path: Path) -> Iterator[Listener]:
     listener.close()
 
 
-def ask(addresses: list[tuple[str, int]], access: Access = ACCESS, timeout_seconds: float = 20.0) -> list[Report]:
+def ask(
+    addresses: list[tuple[str, int]], access: ProbeCredentials = ACCESS, timeout_seconds: float = 20.0
+) -> list[Report]:
     async def main() -> list[Report]:
         prober = Prober(timeout_seconds)
         try:

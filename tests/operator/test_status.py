@@ -24,12 +24,12 @@ def conditions(status: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def built(verdict: state.Verdict, now: Any = NOW, compute: Any = COMPUTE, **more: Any) -> dict[str, Any]:
-    return state.built(compute, verdict, now, carried={}, spec=SPEC, **more)
+    return state.build_status(compute, verdict, now, carried={}, spec=SPEC, **more)
 
 
 def test_all_nodes_ready() -> None:
     pods = [make_pod(COMPUTE, node, ready=True) for node in (1, 0)]
-    status = built(state.judged(SPEC, pods, {}, NOW), pods=pods)
+    status = built(state.judge(SPEC, pods, {}, NOW), pods=pods)
     assert (status["phase"], status["readyNodes"], status["url"]) == ("Running", 2, "wss://dev.lab.svc:8765")
     assert conditions(status) == {
         "Scheduled": ("True", "Scheduled"),
@@ -45,7 +45,7 @@ def test_all_nodes_ready() -> None:
 
 def test_one_node_missing() -> None:
     pods = [make_pod(COMPUTE, 0, ready=True)]
-    verdict = state.judged(SPEC, pods, {}, NOW)
+    verdict = state.judge(SPEC, pods, {}, NOW)
     assert (verdict.phase, verdict.ready, verdict.scheduled, verdict.progressing) == (
         "Provisioning",
         False,
@@ -64,7 +64,7 @@ def test_what_needs_somebody_goes_before_what_passes() -> None:
             {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}
         ],
     )
-    verdict = state.judged(SPEC, [waiting, stuck], {}, NOW)
+    verdict = state.judge(SPEC, [waiting, stuck], {}, NOW)
     assert verdict.cause.reason == "Unschedulable"
     assert conditions(built(verdict))["Degraded"] == ("True", "Unschedulable")
     assert verdict.phase == "Pending"
@@ -73,15 +73,15 @@ def test_what_needs_somebody_goes_before_what_passes() -> None:
 def test_a_pod_that_is_being_deleted_is_not_ready() -> None:
     pods = [make_pod(COMPUTE, node, ready=True) for node in (0, 1)]
     pods[1]["metadata"]["deletionTimestamp"] = "2026-05-01T12:00:00Z"
-    assert not state.judged(SPEC, pods, {}, NOW).ready
+    assert not state.judge(SPEC, pods, {}, NOW).ready
 
 
 def test_conditions_keep_the_time_of_their_last_change() -> None:
-    ready = state.judged(SPEC, [make_pod(COMPUTE, node, ready=True) for node in (0, 1)], {}, NOW)
+    ready = state.judge(SPEC, [make_pod(COMPUTE, node, ready=True) for node in (0, 1)], {}, NOW)
     first = built(ready)
     later = built(ready, at(60), {**COMPUTE, "status": first})
     assert state.patch_between(first, later) == {}
-    stopped = built(state.stopped("Suspended", Cause("Suspended", "x")), at(60), {**COMPUTE, "status": first})
+    stopped = built(state.judge_stopped("Suspended", Cause("Suspended", "x")), at(60), {**COMPUTE, "status": first})
     times = {item["type"]: item["lastTransitionTime"] for item in stopped["conditions"]}
     assert times["Ready"] == "2026-05-01T12:01:00Z"
     assert times["Degraded"] == "2026-05-01T12:00:00Z"
@@ -160,9 +160,9 @@ def test_the_patch_makes_the_old_into_the_new(old: dict[str, Any], new: dict[str
 
 @pytest.mark.parametrize("phase", ["Suspended", "Expired", "Failed"])
 def test_pods_on_their_way_out_are_progress(phase: str) -> None:
-    leaving = state.stopped(phase, Cause("X", "So it is."), leaving=2)
+    leaving = state.judge_stopped(phase, Cause("X", "So it is."), leaving=2)
     assert (leaving.progressing, leaving.cause.message) == (True, "So it is. 2 pods are on their way out.")
-    assert not state.stopped(phase, Cause("X", "So it is.")).progressing
+    assert not state.judge_stopped(phase, Cause("X", "So it is.")).progressing
 
 
 def test_what_a_worker_says_of_itself_can_always_be_written() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import skyproxy as sky
 from skyproxy.errors import ConfigurationError, PluginError
-from skyproxy.pools.specification import Cluster, transformed, worker_spec
+from skyproxy.pools.specification import PlannedPool, transformed, worker_spec
 from skyproxy.providers import Accelerator, Image, Volume, WorkerSpec
 
 DEFAULTS: dict[str, Any] = {
@@ -111,7 +111,7 @@ class Adds:
         self.package = package
         self.saw: list[Any] = []
 
-    def transform(self, image: Image, cluster: Cluster) -> Image:
+    def transform(self, image: Image, cluster: PlannedPool) -> Image:
         self.saw.append((cluster.spec.accelerator, cluster.spec.image))
         return image.replace(pip=(*image.pip, self.package))
 
@@ -132,7 +132,7 @@ def test_plugins_add_to_the_name_of_a_container_image() -> None:
 
 def test_a_transform_that_returns_nothing_is_an_error() -> None:
     class Forgets:
-        def transform(self, image: Image, cluster: Cluster) -> None:
+        def transform(self, image: Image, cluster: PlannedPool) -> None:
             return None
 
     with pytest.raises(ConfigurationError, match="Forgets"):
@@ -143,7 +143,7 @@ def test_a_transform_that_fails_is_named() -> None:
     class Fails:
         name = "cuda-kernels"
 
-        def transform(self, image: Image, cluster: Cluster) -> Image:
+        def transform(self, image: Image, cluster: PlannedPool) -> Image:
             raise LookupError("no wheel for this accelerator")
 
     with pytest.raises(PluginError, match="plugin 'cuda-kernels', transform: LookupError: no wheel") as caught:

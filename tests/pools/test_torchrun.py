@@ -15,7 +15,7 @@ import pytest
 
 import skyproxy as sky
 from skyproxy.errors import RankErrors, ScriptError
-from skyproxy.functions.scripts import _MARK_VARIABLE, describe_script, packed_for, run_script
+from skyproxy.functions.scripts import _MARK_VARIABLE, describe_script, pack_for, run_script
 from skyproxy.pools import Compute
 
 pytestmark = pytest.mark.slow
@@ -149,7 +149,7 @@ def test_a_call_that_is_cancelled_ends_the_processes(node: sky.Node, folder: Pat
 
 def test_copies_travel_and_a_failed_attempt_is_made_again(node: sky.Node, folder: Path) -> None:
     script = describe_script(folder / "place.py", procs_per_node=2, max_restarts=1)
-    packed = packed_for(script, shares_files=False)
+    packed = pack_for(script, shares_files=False)
     (folder / "helper.py").unlink()
     told: list[str] = []
     call = node.submit(run_script, packed, on_output=lambda stream, text: told.append(text))

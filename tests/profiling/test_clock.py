@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyproxy.profiling.clock import Clock, Reading, read_clock
+from skyproxy.profiling.clock import Clock, ClockReading, read_clock
 
 SECOND = 1_000_000_000
 
@@ -50,7 +50,7 @@ def test_a_clock_that_runs_fast_or_slow_is_brought_over(rate: float) -> None:
     def theirs(own_ns: int) -> int:
         return start + ahead + round((own_ns - start) * rate)
 
-    readings = [Reading(at, theirs(at) - at, 10) for at in (start, start + 100 * SECOND)]
+    readings = [ClockReading(at, theirs(at) - at, 10) for at in (start, start + 100 * SECOND)]
     clock = Clock(*readings)
     for passed in (0, 1, 50 * SECOND, 100 * SECOND):
         assert abs(clock.to_client(theirs(start + passed)) - passed) <= 100
@@ -58,5 +58,5 @@ def test_a_clock_that_runs_fast_or_slow_is_brought_over(rate: float) -> None:
 
 
 def test_two_readings_at_one_time_do_no_harm() -> None:
-    reading = Reading(5 * SECOND, 7, 1)
+    reading = ClockReading(5 * SECOND, 7, 1)
     assert Clock(reading, reading).to_client(5 * SECOND + 107) == 100

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyproxy.profiling.clock import Clock, Reading
+from skyproxy.profiling.clock import Clock, ClockReading
 from skyproxy.profiling.timeline import Side, merge
 from skyproxy.session.trace import SessionTrace, Span
 
@@ -42,7 +42,7 @@ def side(*events: dict[str, Any]) -> Side:
         Span("upload", 5, START + 10_000, START + 60_000, 88, 1 << 20),
     ]
     session.replies = [(9, START + 450_000), (10, START + 460_000)]
-    clock = Clock(Reading(START - 10**6, AHEAD, 5_000), Reading(START + 10**9, AHEAD, 4_000))
+    clock = Clock(ClockReading(START - 10**6, AHEAD, 5_000), ClockReading(START + 10**9, AHEAD, 4_000))
     batch = event("batch 3", "user_annotation", 100, 300, BASE - AHEAD)
     trace = {"baseTimeNanoseconds": BASE, "traceEvents": [batch, *events]}
     return Side("sky:0", trace, [[9, START + AHEAD + 400_000]], session, clock)

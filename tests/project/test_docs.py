@@ -139,6 +139,21 @@ def test_a_file_that_is_named_and_does_not_exist_is_found(tmp_path: Path) -> Non
     assert problem == "docs/topics/architecture.md:3: there is no file session/recoder.py"
 
 
+def test_a_name_that_no_file_of_its_step_has_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "docs/topics/architecture.md"
+    page.parent.mkdir(parents=True)
+    for name, text in {"recorder.py": "def emit(): ...", "session.py": "class Session: ..."}.items():
+        path = tmp_path / "skyproxy/session" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    page.write_text(
+        "1. `session/recorder.py`: `emit` writes\n   what `Session(x)` sends, in `session/session.py`.\n"
+        "2. `session/recorder.py`: the class `Session`.\n3. Nothing of `session` or of `that`.\n"
+    )
+    (problem,) = check_docs.check_steps(tmp_path)
+    assert problem == "docs/topics/architecture.md:3: no file of this step has Session"
+
+
 MAKERS = """
 import threading
 from concurrent.futures import ThreadPoolExecutor

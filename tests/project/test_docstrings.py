@@ -14,6 +14,8 @@ FIRST_WORDS_TO_DECODE = {
     *("Whether", "What", "How", "Which", "Where", "That", "Who", "Whom", "Whose", "When", "Why", "If", "Does", "So")
 }
 """They begin a clause that says what comes out, and leave the reader to find out what is done."""
+SECTIONS = {"Args:", "Attributes:", "Example:", "Raises:", "Returns:", "Yields:"}
+"""They stand below a first sentence, and never in its place."""
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -32,8 +34,8 @@ def to_decode(source: str) -> list[tuple[int, str]]:
     """The docstrings that begin otherwise than with a verb or a noun, as far as a word tells."""
     found = []
     for line, text in docstrings(source):
-        first = text.split(maxsplit=1)[0].rstrip(".,:;") if text else ""
-        if not text or first in FIRST_WORDS_TO_DECODE:
+        first = text.split(maxsplit=1)[0] if text else ""
+        if not text or first in SECTIONS or first.rstrip(".,:;") in FIRST_WORDS_TO_DECODE:
             found.append((line, text.partition("\n")[0]))
     return found
 
@@ -56,6 +58,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun(package: str) -> None:
         'async def f():\n    """Whether it is: it may be."""',
         'def f():\n    """\n    That of the other.\n    """',
         'def f():\n    """"""',
+        'def f(x):\n    """Args:\n    x: a number.\n    """',
     ],
 )
 def test_other_beginnings_are_found(source: str) -> None:

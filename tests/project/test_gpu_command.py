@@ -100,7 +100,7 @@ def test_a_stage_that_takes_too_long_ends_with_all_its_processes(gpu: Any, tmp_p
     status = None
     limit_seconds = 2.0
     while not noted.exists() or not noted.read_text():  # a machine may take long to start a process
-        status = gpu.run_limited([sys.executable, "-c", code], dict(os.environ), limit_seconds)
+        status = gpu.run_limited([sys.executable, "-c", code], dict(os.environ), limit_seconds, tmp_path)
         limit_seconds *= 2
     assert status is None
     with contextlib.suppress(psutil.NoSuchProcess):

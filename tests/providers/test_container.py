@@ -21,19 +21,22 @@ import skyproxy as sky
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers import Image, PipIndex, WorkerSpec
 from skyproxy.providers.container import Container
-from skyproxy.providers.container_image import containerfile
+from skyproxy.providers.container_engine import gpu_options
+from skyproxy.providers.container_image import container_image, containerfile
 
 ENGINE = """#!{python}
-import json, os, subprocess, sys, socket
+import json, os, shutil, subprocess, sys, socket
 home = {home!r}
 arguments = sys.argv[1:]
 with open(home + "/calls", "a") as file:
     file.write(json.dumps([arguments, os.environ.get("SECRET")]) + "\\n")
 if arguments[0] == "images":
+    print("using cgroups-v1 is deprecated", file=sys.stderr)  # as podman says of old machines, and no answer
     print("abc" if os.path.exists(home + "/built-" + arguments[-1].replace(":", "-")) else "", end="")
 elif arguments[0] == "build":
     tag = arguments[arguments.index("--tag") + 1]
     assert os.path.exists(arguments[-1] + "/skyproxy-source/skyproxy_server/__main__.py")
+    shutil.copy(arguments[-1] + "/Dockerfile", home)
     open(home + "/built-" + tag.replace(":", "-"), "w").close()
 elif arguments[0] == "run":
     name = arguments[arguments.index("--name") + 1]
@@ -49,6 +52,17 @@ elif arguments[0] == "run":
     if os.path.exists(home + "/broken"):
         sys.exit("exec format error")
     os.execv(sys.executable, [sys.executable, *command[1:]])
+elif arguments[0] == "--version":
+    print("podman version 4.3.1" if os.path.exists(home + "/is-podman") else "Docker version 29.3.1, build c2be9cc")
+    print("using cgroups-v1 is deprecated", file=sys.stderr)
+elif arguments[0] == "image":
+    if not os.path.exists(home + "/pulled"):
+        sys.exit("Error: No such image")
+    print("10001:0" if "guarded" in arguments[-1] else "")
+elif arguments[0] == "pull":
+    open(home + "/pulled", "w").close()
+elif arguments[0] not in ("network", "rm", "ps", "port"):
+    sys.exit("what docker knows and podman does not, or the other way round: " + arguments[0])
 elif arguments[0] == "port":
     print("127.0.0.1:" + open(home + "/port-" + arguments[1] + "-" + arguments[2].partition("/")[0]).read())
 """
@@ -180,11 +194,19 @@ def test_what_a_build_does() -> None:
     index = PipIndex(url="https://download.pytorch.org/whl/cpu", packages=["torch"])
     text = containerfile(Image(base="debian", pip=["torch==2.13.0", "einops"], pip_indexes=[index], apt=["git"]))
     lines = text.splitlines()
-    assert lines[0] == "FROM debian"
-    assert "apt-get install -y --no-install-recommends git &&" in lines[2]
+    assert lines[:2] == ["FROM debian", "USER 0"]
+    assert lines[-1].startswith("ENV ")
+    assert "apt-get install -y --no-install-recommends git &&" in lines[3]
     torch = ["python3", "-m", "pip", "install", "--no-deps", "--index-url", index.url, "torch==2.13.0"]
-    assert json.loads(lines[3].removeprefix("RUN ")) == torch
-    assert {"einops", "psutil>=5.9"} <= set(json.loads(lines[4].removeprefix("RUN ")))
+    assert json.loads(lines[4].removeprefix("RUN ")) == torch
+    assert {"einops", "psutil>=5.9"} <= set(json.loads(lines[5].removeprefix("RUN ")))
+
+
+def test_who_runs_in_the_base_runs_in_what_is_built_on_it(engine: Engine) -> None:
+    asyncio.run(container_image(str(engine.path), Image(base="guarded", pip=["einops"]), gpus=False))
+    assert [call[0] for call in engine.calls[:3]] == ["image", "pull", "image"]
+    assert containerfile(Image(base="guarded"), "10001:0").splitlines()[-1] == "USER 10001:0"
+    assert (engine.folder / "Dockerfile").read_text().splitlines()[-1] == "USER 10001:0"
 
 
 def test_gpus_are_passed_through(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +214,14 @@ def test_gpus_are_passed_through(engine: Engine, monkeypatch: pytest.MonkeyPatch
     with sky.Compute(provider=Container(cli=str(engine.path)), accelerator="A100:2", image="worker:1"):
         pass
     assert value_of(engine.named("run")[0], "--gpus") == ['"device=2,3"']
+    (engine.folder / "is-podman").touch()  # also where it is called docker
+    with sky.Compute(provider=Container(cli=str(engine.path)), accelerator="A100:2", image="worker:1"):
+        pass
+    assert value_of(engine.named("run")[1], "--device") == ["nvidia.com/gpu=2", "nvidia.com/gpu=3"]
+    assert asyncio.run(gpu_options(str(engine.path), 2)) == [
+        *("--device", "nvidia.com/gpu=0"),
+        *("--device", "nvidia.com/gpu=1"),
+    ]
 
 
 def test_one_that_does_not_come_up_leaves_nothing(engine: Engine) -> None:

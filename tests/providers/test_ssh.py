@@ -426,12 +426,12 @@ def test_a_full_disk_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch
     ssh_remote.main()
     monkeypatch.undo()
     assert json.loads(output.buffer.getvalue())["error"] == "disk"
-    with pytest.raises(ssh_remote.RemoteError) as caught:
+    with pytest.raises(ssh_remote.HostError) as caught:
         ssh_remote._run(["sh", "-c", "echo 'OSError: [Errno 28] No space left on device'; exit 1"], "install", {})
     assert caught.value.code == "disk"
     # venv hides why it failed.
     monkeypatch.setattr(ssh_remote, "_LEAST_FREE_BYTES", 1 << 62)
-    with pytest.raises(ssh_remote.RemoteError) as caught:
+    with pytest.raises(ssh_remote.HostError) as caught:
         ssh_remote._run(["sh", "-c", "echo 'ensurepip returned non-zero exit status 1'; exit 1"], "venv", {})
     assert caught.value.code == "disk"
 

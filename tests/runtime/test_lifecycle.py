@@ -224,9 +224,9 @@ def test_what_is_entered_once_is_left_with_the_job(lifecycle: Lifecycle) -> None
         notes.append("out")
 
     for _ in range(2):
-        lifecycle.once("group", INFO, group)
+        lifecycle.enter_once("group", INFO, group)
     assert notes == ["in"]
-    lifecycle.once("group", InstanceInfo(job="pool/2"), group)
+    lifecycle.enter_once("group", InstanceInfo(job="pool/2"), group)
     assert notes == ["in", "out", "in"]
     lifecycle.close("pool")
     assert notes == ["in", "out", "in", "out"]
@@ -243,7 +243,7 @@ def test_of_many_first_tasks_one_enters(lifecycle: Lifecycle) -> None:
 
     def task() -> None:
         ready.wait(30)
-        lifecycle.once("group", INFO, group)
+        lifecycle.enter_once("group", INFO, group)
         assert notes  # whoever comes back finds it entered
 
     with ThreadPoolExecutor(8) as threads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,29 @@ def test_folders_come_where_the_program_has_them(code: ProjectCode, tmp_path: Pa
     code.use("one", [(str(tmp_path / "a"), True), (str(tmp_path / "b"), False)])
     code.enter("one")
     assert sys.path == [str(tmp_path / "a"), *before, str(tmp_path / "b")]
+
+
+class Watched(types.ModuleType):
+    """A module that notes when it is looked at."""
+
+    looked_at = 0
+
+    def __getattribute__(self, name: str) -> object:
+        Watched.looked_at += name == "__path__"
+        return super().__getattribute__(name)
+
+
+def test_the_first_program_of_a_process_looks_at_no_module(
+    code: ProjectCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of an isolated function would copy the page of each: thousands, for every call."""
+    monkeypatch.setitem(sys.modules, "watched_module", Watched("watched_module"))
+    code.use("one", [(str(tmp_path / "a"), True)])
+    code.enter("one")
+    assert Watched.looked_at == 0
+    code.use("two", [(str(tmp_path / "b"), True)])
+    code.enter("two")
+    assert Watched.looked_at > 0
 
 
 def test_a_change_of_one_module_loads_all_of_the_program_anew(code: ProjectCode, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ CALL_SECONDS = 15
 """How long one call may take before it counts as one that holds the worker; machines in CI are slow and shared."""
 COMPILE_SECONDS = 240
 """The same for a graph that a C++ compiler works on first."""
+_COMPILED = ("graph:inductor", "graph:compiled")
 _MEMORY_BYTES = 3 << 30
 """Address space of a child: what asks for more gets an error, not the machine's memory."""
 FINDINGS = ("death", "hang", "leak")
@@ -52,10 +53,11 @@ _SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 3), (2, 0), (2, 3, 4), (1, 2, 5, 5)
 
 @dataclass(frozen=True)
 class Call:
-    """One command: an operator's definition, and its operands."""
+    """One command: an operator's definition, its operands, and those of further calls of the same."""
 
     definition: list[Any]
     operands: list[Any]
+    again: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -307,18 +309,21 @@ def _enumeration(kind: str, chance: random.Random) -> tuple[Any, list[Any]]:
 
 
 def run_call(executor: Executor, call: Call, pool: Pool, sequence: int) -> str:
-    """Executes a call as a session would; "result", "error" or "protocol error"."""
+    """Executes a call as a session would; "result", "compiled", "error" or "protocol error"."""
     executor.state.values.slots.clear()
     executor.state.values.gates = Gates()
     executor.state.values.slots.update({0: None, **pool.values})
     number = commands.FIRST_SIGNATURE
     shrink = [item for slot in pool.shrunk for item in (commands.DO, "resize_storage", [slot, 0])]
-    stream = [*shrink, commands.DEFINE, number, call.definition, number, *call.operands]
+    stream = [*shrink, commands.DEFINE, number, call.definition]
+    for operands in (call.operands, *call.again):
+        stream += [number, *operands]
     try:
         executor.run(Batch(Sequence(sequence), stream))
     except ProtocolError:
         return "protocol error"
-    return "result"
+    program = getattr(executor.state.ops.signatures.get(number), "program", None)
+    return "compiled" if getattr(program, "ran", "") == "inductor" else "result"
 
 
 def _holds_canary(executor: Executor) -> bool:
@@ -377,11 +382,11 @@ def _run(answers: int, seeds: dict[str, list[Seed]]) -> None:
             for size in (1, 3, 17, 150, 4000):
                 torch.full((size,), CANARY - (1 << 63), dtype=torch.int64)  # freed at once: the next call's memory
             sent.clear()
-            signal.alarm(COMPILE_SECONDS if name == "graph:inductor" else CALL_SECONDS)
+            signal.alarm(COMPILE_SECONDS if name in _COMPILED else CALL_SECONDS)
             try:
                 call, pool = _make(name, seed, seeds)
                 outcome = run_call(executor, call, pool, sequence)
-                if any(isinstance(message, Failure) for message in sent):
+                if outcome == "result" and any(isinstance(message, Failure) for message in sent):
                     outcome = "error"
                 if _holds_canary(executor):
                     outcome = "leak"
@@ -394,9 +399,9 @@ def _run(answers: int, seeds: dict[str, list[Seed]]) -> None:
 
 def _make(name: str, seed: int, seeds: dict[str, list[Seed]]) -> tuple[Call, Pool]:
     if name.startswith("graph:"):
-        from tests.security.graph_fuzzing import make_graph
+        from tests.security.compiled_graph_fuzzing import make_any_graph
 
-        return make_graph(name.removeprefix("graph:"), seed)
+        return make_any_graph(name.removeprefix("graph:"), seed)
     known = seeds.get(name)
     return make_near_call(name, seed, known) if known else make_call(name, seed)
 

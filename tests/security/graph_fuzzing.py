@@ -1,7 +1,8 @@
 """Compiled graphs as no client of ours makes them: any nodes, in any order, with any arguments, for `fuzzing`.
 
-`python -m tests.security.graph_fuzzing --graphs 20000` runs them op by op; with `--mode inductor`, each is also
-compiled, which takes seconds. A graph is known by its number: `--seed 7 --graphs 1` repeats.
+`python -m tests.security.graph_fuzzing --graphs 20000` runs them op by op; with `--mode inductor`, each is handed to
+the compiler, which refuses most of them; with `--mode compiled`, they are those of `compiled_graph_fuzzing`, which are
+compiled, in seconds each. A graph is known by its number: `--seed 7 --graphs 1` repeats.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from skyproxy import torch_codec
@@ -17,7 +19,7 @@ from skyproxy.protocol import commands
 from tests.security import fuzzing
 from tests.security.fuzzing import Call, Pool
 
-MODES = ("eager", "inductor")
+MODES = ("eager", "inductor", "compiled")
 _INTS = (0, 1, 2, 3, -1, -2, 7, 64, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63), 2**64, 10**400)
 _TEXTS = ("mean", "trunc", "", '"); abort(); //', "\\", "%n%s", "{0}", "\0", "a\nb", "x" * 300, "s0", "tmp0", "in_ptr0")
 _NAMES = (
@@ -44,14 +46,18 @@ class GraphMaker:
         self._values = inputs
         self.nodes: list[list[Any]] = []
 
-    def add(self) -> None:
-        """Add a node."""
+    def propose(self) -> list[Any]:
+        """Make a node that could be the next one."""
         make = self._chance.choices(
             (self._plain, self._view, self._indexing, self._reduction, self._new, self._changing, self._any_op)
             + (self._python,),
             (30, 14, 10, 10, 6, 10, 12, 8),
         )[0]
-        node = make()
+        return make()
+
+    def add(self) -> None:
+        """Add a node."""
+        node = self.propose()
         if self._chance.random() < 0.06:
             node = self._spoilt(node)
         self.nodes.append(node)
@@ -290,9 +296,10 @@ def main() -> int:
     parser.add_argument("--graphs", type=int, default=20_000, help="how many graphs to run")
     parser.add_argument("--seed", type=int, default=0, help="the number of the first one")
     parser.add_argument("--mode", choices=MODES, default="eager")
+    parser.add_argument("--guard", type=Path, help="the library made of tests/security/guard_pages.c")
     arguments = parser.parse_args()
     calls = ((f"graph:{arguments.mode}", arguments.seed + number) for number in range(arguments.graphs))
-    report = fuzzing.fuzz(calls, lambda line: print(line, flush=True))
+    report = fuzzing.fuzz(calls, lambda line: print(line, flush=True), guard=arguments.guard)
     print(report.outcomes)
     return 1 if report.findings else 0
 

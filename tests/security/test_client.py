@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch  # noqa: F401 - before our modules that import it: the device is registered with it
 
-from skyproxy.errors import RemoteError, visible, visible_output
+from skyproxy.errors import RemoteError, SkyproxyError, visible, visible_output
+from skyproxy.protocol.messages import Pong, Sequence
+from skyproxy.session import restoring, snapshot_copies
 from skyproxy.session.failures import remote_error
+from skyproxy.transport import worker_questions
+from skyproxy.transport.base import recv_before
 
 
 def rebuilt(record: dict[str, Any]) -> RemoteError:
@@ -105,3 +110,42 @@ def test_half_a_sequence_does_not_meet_its_other_half() -> None:
     drawing = "\x1b[31m"
     for cut in range(1, len(drawing)):
         assert "\x1b" not in visible_output(drawing[:cut])
+
+
+class Talker:
+    """A worker that says something else at any time, without end; each message takes a second of the clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def recv(self, timeout_seconds: float | None = None) -> Pong:
+        self.now += 1.0
+        return Pong(0)
+
+
+def test_who_is_told_other_things_without_end_does_not_wait_for_ever() -> None:
+    talker = Talker()
+    with pytest.raises(TimeoutError):
+        while True:
+            recv_before(talker, 30.0, talker.clock)  # type: ignore[arg-type]
+    assert talker.now == 30.0
+
+
+@pytest.mark.parametrize("ask", ["a control", "a first question", "a copy"])
+def test_answers_that_do_not_come_among_others_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
+    talker = mock.Mock(**{"recv.return_value": Pong(0)})
+    monkeypatch.setattr(worker_questions, "connect_websocket", lambda *_, **__: (talker, None))
+    for module in (restoring, snapshot_copies):
+        monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.05)
+    with pytest.raises(SkyproxyError):
+        if ask == "a control":
+            worker_questions.ask_control("ws://127.0.0.1:1", "t", "x", timeout_seconds=0.05)
+        elif ask == "a first question":
+            restoring.ask_first(talker, Sequence(1), "x", [])
+        else:
+            opened = restoring.NewSession(talker, talker, mock.Mock())
+            opener = mock.Mock(**{"copy.return_value.open_session.return_value": opened})
+            snapshot_copies.WorkerCopies(opener)._ask("x")

@@ -346,7 +346,7 @@ def test_an_operand_of_a_graph_is_a_number(worker: Worker) -> None:
 
 def test_no_text_of_a_client_leaves_its_literal_in_generated_code(worker: Worker) -> None:
     code = '"); system("touch /tmp/owned"); //'
-    program = compiled.Program(
+    program = compiled.CompiledGraph(
         1, 1, {"nodes": [["aten::_assert_async.msg", [["node", 0], ["", code]], {}]], "outputs": [0]}, on_cpu=True
     )
     (check,) = [node for node in program._module.graph.nodes if node.op == "call_function"]
@@ -376,7 +376,7 @@ def test_what_is_checked_op_by_op_is_checked_in_a_graph(worker: Worker, monkeypa
     assert worker.executor.state.values.slots[9].sum().item() == 4  # each index was clamped
     assert "only checked where it runs" in graph_controls.compile_report(worker.executor.state)["troubles"][0]
     monkeypatch.setattr(graph_checks._Process, "all_run_code", True)
-    program = compiled.Program(3, 1, {"nodes": [POOLING], "outputs": [3]}, on_cpu=True)
+    program = compiled.CompiledGraph(3, 1, {"nodes": [POOLING], "outputs": [3]}, on_cpu=True)
     assert not program.trouble  # who may run code may have it compiled; op by op, it is checked nevertheless
     assert program._eager(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 4, 4), indices)[0].sum().item() == 4
 
@@ -435,7 +435,7 @@ def test_two_results_are_not_written_to_one_tensor(worker: Worker) -> None:
 
 def test_a_graph_indexes_with_the_checked_op() -> None:
     nodes = [["aten::_unsafe_index.Tensor", [["node", 0], ["list", [["node", 1]]]], {}]]
-    program = compiled.Program(2, 1, {"nodes": nodes, "outputs": [2]}, on_cpu=True)
+    program = compiled.CompiledGraph(2, 1, {"nodes": nodes, "outputs": [2]}, on_cpu=True)
     (index,) = [node for node in program._module.graph.nodes if node.op == "call_function"]
     assert index.target is torch.ops.aten.index.Tensor
 

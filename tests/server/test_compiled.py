@@ -13,7 +13,7 @@ from skyproxy.protocol.messages import Batch, Failure, Message, Reply, Sequence
 from skyproxy.settings import SETTINGS
 from skyproxy.torch_codec import describe, encode_description
 from skyproxy_server import compiled, graph_controls
-from skyproxy_server.compiled import Program, compiler_problem
+from skyproxy_server.compiled import CompiledGraph, compiler_problem
 from skyproxy_server.executor import Executor
 from skyproxy_server.failures import Failed
 from skyproxy_server.transfers import Transfers
@@ -105,7 +105,7 @@ def test_python_functions_are_those_on_the_list(worker: Worker) -> None:
 
 def test_without_a_compiler_auto_runs_op_by_op_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "compiler_problem", lambda kind: "no C++ compiler was found")
-    program = Program(2, 2, {**DOUBLE_AND_ADD, "options": {"worker": "auto"}}, on_cpu=True)
+    program = CompiledGraph(2, 2, {**DOUBLE_AND_ADD, "options": {"worker": "auto"}}, on_cpu=True)
     total, _ = program(torch.ones(2), torch.ones(2))
     assert total.tolist() == [5, 5]
     assert (program.ran, program.trouble) == ("eager", "no C++ compiler was found")
@@ -117,10 +117,10 @@ def test_where_inductor_fails_auto_runs_op_by_op_and_inductor_fails(monkeypatch:
 
     monkeypatch.setattr(compiled, "compiler_problem", lambda kind: "")
     monkeypatch.setattr(compiled, "_compile", broken)
-    program = Program(2, 2, {**DOUBLE_AND_ADD, "options": {"worker": "auto"}}, on_cpu=True)
+    program = CompiledGraph(2, 2, {**DOUBLE_AND_ADD, "options": {"worker": "auto"}}, on_cpu=True)
     assert program(torch.ones(2), torch.ones(2))[0].tolist() == [5, 5]
     assert "C++ compile error" in program.trouble
-    strict = Program(2, 2, {**DOUBLE_AND_ADD, "options": {"worker": "inductor"}}, on_cpu=True)
+    strict = CompiledGraph(2, 2, {**DOUBLE_AND_ADD, "options": {"worker": "inductor"}}, on_cpu=True)
     with pytest.raises(RuntimeError, match="compile error"):
         strict(torch.ones(2), torch.ones(2))
 
@@ -135,7 +135,7 @@ def test_sizes_that_change_are_compiled_apart_up_to_a_bound(monkeypatch: pytest.
     monkeypatch.setattr(compiled, "compiler_problem", lambda kind: "")
     monkeypatch.setattr(compiled, "_compile", compile_for)
     options = {"worker": "auto", "dynamic": True}
-    program = Program(2, 2, {**DOUBLE_AND_ADD, "options": options}, on_cpu=True)
+    program = CompiledGraph(2, 2, {**DOUBLE_AND_ADD, "options": options}, on_cpu=True)
     for n in (2, 3, 2, 3, *range(4, 20)):
         assert program(torch.ones(n), torch.ones(n))[0].tolist() == [5] * n
     assert sizes == [2, 3, 4, 5, 6, 7, 8, 9]

@@ -15,24 +15,24 @@ from skyproxy_server.limits import are_sessions_separable
 if not are_sessions_separable():
     pytest.skip("session processes need Linux", allow_module_level=True)
 
-from skyproxy_server.control_channel import MAX_BYTES, Channel, ChannelClosedError
+from skyproxy_server.control_channel import MAX_BYTES, ChannelClosedError, ControlChannel
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    ours, theirs = Channel.pair()
-    other = Channel(theirs)
+def ends() -> Iterator[tuple[ControlChannel, ControlChannel]]:
+    ours, theirs = ControlChannel.pair()
+    other = ControlChannel(theirs)
     yield ours, other
     ours.close()
     other.close()
 
 
-def raw_pair() -> tuple[Channel, socket.socket]:
+def raw_pair() -> tuple[ControlChannel, socket.socket]:
     """A channel, and a peer that sends what it likes."""
-    return Channel.pair()
+    return ControlChannel.pair()
 
 
-def test_messages_arrive_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
+def test_messages_arrive_whole_and_in_order(ends: tuple[ControlChannel, ControlChannel]) -> None:
     ours, other = ends
     sent = [{"number": number, "bytes": bytes([number]) * number * 1000} for number in range(20)]
     for message in sent:
@@ -40,7 +40,7 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[Channel, Channel]) -> No
     assert [other.receive(10)[0] for _ in sent] == sent
 
 
-def test_the_largest_message_arrives_and_a_larger_one_is_not_sent(ends: tuple[Channel, Channel]) -> None:
+def test_the_largest_message_arrives_and_a_larger_one_is_not_sent(ends: tuple[ControlChannel, ControlChannel]) -> None:
     ours, other = ends
     overhead = len(msgpack.packb({"data": bytes(MAX_BYTES)}, use_bin_type=True)) - MAX_BYTES
     fits = {"data": bytes(MAX_BYTES - overhead)}
@@ -52,7 +52,7 @@ def test_the_largest_message_arrives_and_a_larger_one_is_not_sent(ends: tuple[Ch
     assert other.receive(10) == ({"still": "usable"}, [])
 
 
-def test_descriptors_arrive_as_copies(ends: tuple[Channel, Channel]) -> None:
+def test_descriptors_arrive_as_copies(ends: tuple[ControlChannel, ControlChannel]) -> None:
     ours, other = ends
     reading, writing = os.pipe()
     try:
@@ -68,12 +68,14 @@ def test_descriptors_arrive_as_copies(ends: tuple[Channel, Channel]) -> None:
         os.close(writing)
 
 
-def test_nobody_waits_longer_than_it_says(ends: tuple[Channel, Channel]) -> None:
+def test_nobody_waits_longer_than_it_says(ends: tuple[ControlChannel, ControlChannel]) -> None:
     with pytest.raises(TimeoutError, match="no control message"):
         ends[1].receive(0)
 
 
-def test_a_peer_that_does_not_read_counts_as_gone_for_whoever_does_not_wait(ends: tuple[Channel, Channel]) -> None:
+def test_a_peer_that_does_not_read_counts_as_gone_for_whoever_does_not_wait(
+    ends: tuple[ControlChannel, ControlChannel],
+) -> None:
     ours, _ = ends
     with pytest.raises(ChannelClosedError):
         for _ in range(10_000):
@@ -81,7 +83,7 @@ def test_a_peer_that_does_not_read_counts_as_gone_for_whoever_does_not_wait(ends
 
 
 @pytest.mark.parametrize("close", ["ours", "other"])
-def test_an_end_that_was_closed_is_noticed_by_both(ends: tuple[Channel, Channel], close: str) -> None:
+def test_an_end_that_was_closed_is_noticed_by_both(ends: tuple[ControlChannel, ControlChannel], close: str) -> None:
     ours, other = ends
     (ours if close == "ours" else other).close()
     rest = other if close == "ours" else ours
@@ -91,9 +93,9 @@ def test_an_end_that_was_closed_is_noticed_by_both(ends: tuple[Channel, Channel]
         rest.send({"late": True})
 
 
-def test_a_closed_copy_leaves_the_channel_open(ends: tuple[Channel, Channel]) -> None:
+def test_a_closed_copy_leaves_the_channel_open(ends: tuple[ControlChannel, ControlChannel]) -> None:
     ours, other = ends
-    Channel(socket.socket(fileno=os.dup(other.fileno()))).abandon()
+    ControlChannel(socket.socket(fileno=os.dup(other.fileno()))).abandon()
     ours.send({"still": "there"})
     assert other.receive(10)[0] == {"still": "there"}
 

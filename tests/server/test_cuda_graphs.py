@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyproxy_server.cuda_graphs import Made, Replayer, replayer_for
+from skyproxy_server.cuda_graphs import CudaReplayer, Made, replayer_for
 
 
 class FakeDriver:
@@ -53,7 +53,7 @@ def driver() -> FakeDriver:
 
 
 def test_lists_warm_up_then_it_is_captured_and_launched(driver: FakeDriver) -> None:
-    replayer, run = Replayer(driver, warm_ups=2), Commands()
+    replayer, run = CudaReplayer(driver, warm_ups=2), Commands()
     made = [replayer.replay([64], run)[3] for _ in range(5)]
     assert driver.log == ["warm up", "warm up", "capture", "launch", "launch", "launch"]
     assert made == ["made 1", "made 2", "made 3", "made 3", "made 3"]
@@ -62,7 +62,7 @@ def test_lists_warm_up_then_it_is_captured_and_launched(driver: FakeDriver) -> N
 
 
 def test_a_failed_warm_up_is_no_warm_up(driver: FakeDriver) -> None:
-    replayer, run = Replayer(driver, warm_ups=1), Commands()
+    replayer, run = CudaReplayer(driver, warm_ups=1), Commands()
     run.intact = False
     replayer.replay([64], run)
     run.intact = True
@@ -73,7 +73,7 @@ def test_a_failed_warm_up_is_no_warm_up(driver: FakeDriver) -> None:
 
 
 def test_inputs_that_moved_are_captured_anew_and_in_the_end_a_list(driver: FakeDriver) -> None:
-    replayer, run = Replayer(driver, warm_ups=0, max_captures=2), Commands()
+    replayer, run = CudaReplayer(driver, warm_ups=0, max_captures=2), Commands()
     replayer.replay([1], run)
     replayer.replay([1], run)
     replayer.replay([2], run)
@@ -87,7 +87,7 @@ def test_inputs_that_moved_are_captured_anew_and_in_the_end_a_list(driver: FakeD
 
 
 def test_what_cannot_be_captured_stays_a_list(driver: FakeDriver) -> None:
-    replayer, run = Replayer(driver, warm_ups=1), Commands()
+    replayer, run = CudaReplayer(driver, warm_ups=1), Commands()
     driver.breaks = True
     made = [replayer.replay([1], run)[3] for _ in range(4)]
     assert driver.log == ["warm up", "capture"]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from skyproxy_server.endings import Ending
+from skyproxy_server.endings import ProcessEnding
 from skyproxy_server.limits import are_sessions_separable
 
 if not are_sessions_separable():
@@ -18,18 +18,18 @@ if not are_sessions_separable():
 UNKNOWN_SIGNAL = 63
 
 CASES = [
-    (Ending(), "exited with status 0", "A function may have ended it."),
-    (Ending(status=5), "exited with status 5", "A function may have ended it."),
-    (Ending(signal_number=signal.SIGKILL), "killed by signal 9 (SIGKILL)", "memory ran out"),
-    (Ending(signal_number=signal.SIGSEGV), "killed by signal 11 (SIGSEGV)", "SKYPROXY_LAUNCH_BLOCKING=1"),
-    (Ending(signal_number=signal.SIGABRT), "killed by signal 6 (SIGABRT)", "SKYPROXY_LAUNCH_BLOCKING=1"),
-    (Ending(signal_number=signal.SIGTERM), "killed by signal 15 (SIGTERM)", "A function may have ended it."),
-    (Ending(signal_number=UNKNOWN_SIGNAL), "killed by signal 63 (unknown)", "A function may have ended it."),
+    (ProcessEnding(), "exited with status 0", "A function may have ended it."),
+    (ProcessEnding(status=5), "exited with status 5", "A function may have ended it."),
+    (ProcessEnding(signal_number=signal.SIGKILL), "killed by signal 9 (SIGKILL)", "memory ran out"),
+    (ProcessEnding(signal_number=signal.SIGSEGV), "killed by signal 11 (SIGSEGV)", "SKYPROXY_LAUNCH_BLOCKING=1"),
+    (ProcessEnding(signal_number=signal.SIGABRT), "killed by signal 6 (SIGABRT)", "SKYPROXY_LAUNCH_BLOCKING=1"),
+    (ProcessEnding(signal_number=signal.SIGTERM), "killed by signal 15 (SIGTERM)", "A function may have ended it."),
+    (ProcessEnding(signal_number=UNKNOWN_SIGNAL), "killed by signal 63 (unknown)", "A function may have ended it."),
 ]
 
 
 @pytest.mark.parametrize(("ending", "how", "advice"), CASES)
-def test_a_client_is_told_what_happened_and_what_to_do(ending: Ending, how: str, advice: str) -> None:
+def test_a_client_is_told_what_happened_and_what_to_do(ending: ProcessEnding, how: str, advice: str) -> None:
     words = ending.for_client()
     assert how in words
     assert advice in words
@@ -38,33 +38,38 @@ def test_a_client_is_told_what_happened_and_what_to_do(ending: Ending, how: str,
 
 
 def test_what_the_worker_ended_itself_needs_no_advice() -> None:
-    ending = Ending(signal.SIGKILL, 0, "its client is gone, and it hangs")
-    assert ending.how == "was ended by the worker: its client is gone, and it hangs"
+    ending = ProcessEnding(signal.SIGKILL, 0, "its client is gone, and it hangs")
+    assert ending.description == "was ended by the worker: its client is gone, and it hangs"
     assert "memory" not in ending.for_client()
     assert "SIGKILL" not in ending.for_client()
 
 
 @pytest.mark.parametrize(
     ("ending", "fails"),
-    [(Ending(), False), (Ending(status=1), True), (Ending(9), True), (Ending(reason="revoked"), True)],
+    [
+        (ProcessEnding(), False),
+        (ProcessEnding(status=1), True),
+        (ProcessEnding(9), True),
+        (ProcessEnding(reason="revoked"), True),
+    ],
 )
-def test_only_an_end_in_order_is_no_failure(ending: Ending, fails: bool) -> None:
+def test_only_an_end_in_order_is_no_failure(ending: ProcessEnding, fails: bool) -> None:
     assert ending.is_failure is fails
 
 
 @pytest.mark.parametrize(
     ("program", "ending"),
     [
-        ("pass", Ending()),
-        ("import os; os._exit(7)", Ending(status=7)),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", Ending(signal_number=signal.SIGKILL)),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", Ending(signal_number=signal.SIGTERM)),
+        ("pass", ProcessEnding()),
+        ("import os; os._exit(7)", ProcessEnding(status=7)),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", ProcessEnding(signal_number=signal.SIGKILL)),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", ProcessEnding(signal_number=signal.SIGTERM)),
     ],
 )
-def test_the_kernel_tells_how_a_process_ended(program: str, ending: Ending) -> None:
+def test_the_kernel_tells_how_a_process_ended(program: str, ending: ProcessEnding) -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", program])
     result = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     process.wait()
     assert result is not None
-    assert Ending.of(result) == ending
-    assert Ending.of(result, "why").reason == "why"
+    assert ProcessEnding.of(result) == ending
+    assert ProcessEnding.of(result, "why").reason == "why"

@@ -39,7 +39,7 @@ def test_a_failed_change_is_raised_until_it_was_delivered_through_any_view() -> 
         gates.wait_until_usable([x], [])
     assert caught.value.failed is failed
     gates.wait_until_usable([torch.ones(4)], [])
-    gates.delivered(failed)
+    gates.note_delivery(failed)
     assert not gates
     gates.wait_until_usable([x], [])
 
@@ -48,7 +48,7 @@ def test_delivery_of_one_failure_leaves_the_others() -> None:
     gates, x, first, second = Gates(), torch.ones(4), failure(), failure()
     gates.mark_failed(x, first)
     gates.mark_failed(x, second)
-    gates.delivered(first)
+    gates.note_delivery(first)
     with pytest.raises(PoisonedError) as caught:
         gates.wait_until_usable([x], [])
     assert caught.value.failed is second

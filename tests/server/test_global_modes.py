@@ -119,7 +119,7 @@ def test_a_switch_inside_a_batch_counts_from_there_on() -> None:
         assert torch.get_default_dtype() is torch.float32
         own.switch(DOUBLE)
         assert torch.get_default_dtype() is torch.float64
-        with own.during(HALF):
+        with own.use_for_block(HALF):
             assert torch.get_default_dtype() is torch.bfloat16
             own.switch(USUAL)
             assert torch.get_default_dtype() is torch.float32

@@ -48,8 +48,10 @@ class WorkerHost:
         self.devices = devices
     def open_session(self, hello, transport):
         return Session(transport)
-    def activity(self):
-        return {"sessions": 0, "idle_seconds": 0.0}
+    def close(self):
+        pass
+    def keep_names(self):
+        pass
     def activity(self):
         return {}
 

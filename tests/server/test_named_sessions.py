@@ -16,7 +16,7 @@ from skyproxy_server.named_sessions import (
     NamedSessionInUseError,
     NamedSessionMovedError,
     NamedSessions,
-    NamedValue,
+    StoredValue,
 )
 from tests.integration.programs import wait_for
 
@@ -28,7 +28,8 @@ class FakeHolder:
 
     def __init__(self, ends: bool = True) -> None:
         self.identity = secrets.token_hex(8)
-        self.is_detached = self.is_deserted = self.is_leaving = False
+        self.is_detached = self.is_leaving = False
+        self.deserted_seconds: float | None = None
         self.ends = ends
         self.reasons: list[str] = []
 
@@ -81,10 +82,36 @@ def test_who_takes_it_over_ends_the_one_that_used_it(store: NamedSessions) -> No
 def test_a_client_that_is_not_heard_holds_nothing(store: NamedSessions) -> None:
     first, second = FakeHolder(), FakeHolder()
     store.hold(first, "alice", "exp", take=False)
-    first.is_deserted = True
+    first.deserted_seconds = 60.0
     assert [row["held"] for row in store.rows("alice")] == [False]
     assert store.hold(second, "alice", "exp", take=False).holder is second
     assert len(first.reasons) == 1
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_client_whose_connection_has_just_broken_may_come_back(clock: FakeClock, comes_back: bool) -> None:
+    first, second, pauses = FakeHolder(), FakeHolder(), []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if comes_back and len(pauses) == 3:
+            first.deserted_seconds = None
+        elif first.deserted_seconds is not None:
+            first.deserted_seconds += seconds
+
+    store = NamedSessions(SETTINGS, clock, pause)
+    store.hold(first, "alice", "exp", take=False)
+    first.deserted_seconds = 1.0
+    if comes_back:
+        with pytest.raises(NamedSessionInUseError):
+            store.hold(second, "alice", "exp", take=False)
+        assert (len(pauses), first.reasons) == (3, [])
+        assert store.hold(second, "alice", "exp", take=True).holder is second
+        assert len(pauses) == 3, "who takes it waits for nothing"
+    else:
+        assert store.hold(second, "alice", "exp", take=False).holder is second
+        assert sum(pauses) == pytest.approx(SETTINGS.named_return_seconds - 1.0)
+    store.end("alice", "exp")
 
 
 def test_one_that_does_not_end_is_not_shared(store: NamedSessions) -> None:
@@ -197,8 +224,8 @@ def test_what_was_saved_is_refused_where_another_client_has_used_it_since(store:
 
 def test_what_was_saved_has_the_bounds_of_what_is_put(store: NamedSessions) -> None:
     large, many = store.empty("alice", "large", "x"), store.empty("alice", "many", "x")
-    large.values["x"] = NamedValue(1, bytes(2 << 20), [], 0.0)
-    many.values.update({str(number): NamedValue(1, b"", [], 0.0) for number in range(4)})
+    large.values["x"] = StoredValue(1, bytes(2 << 20), [], 0.0)
+    many.values.update({str(number): StoredValue(1, b"", [], 0.0) for number in range(4)})
     for saved, reason in ((large, "structures"), (many, "4 names")):
         with pytest.raises(LimitExceededError, match=reason):
             store.bring_back(FakeHolder(), saved)
@@ -243,3 +270,19 @@ def test_only_so_many_addresses_are_remembered(store: NamedSessions) -> None:
         store.hold(holder, "alice", str(number), take=False)
         assert store.leave("alice", str(number), holder.identity, "wss://there")
     assert [number for number in range(5) if store.has_moved("alice", str(number))] == [3, 4]
+
+
+def test_a_token_takes_no_room_of_anothers_named_sessions(store: NamedSessions) -> None:
+    for number in range(SETTINGS.max_named_sessions):
+        store.hold(FakeHolder(), "mallory", f"s{number}", take=False)
+    with pytest.raises(LimitExceededError, match="of this token"):
+        store.hold(FakeHolder(), "mallory", "another", take=False)
+    mine = FakeHolder()
+    store.hold(mine, "alice", "mine", take=False)
+    assert store.leave("alice", "mine", mine.identity, "wss://elsewhere")
+    for number in range(SETTINGS.max_named_sessions):
+        assert store.end("mallory", f"s{number}")
+        gone = FakeHolder()
+        store.hold(gone, "mallory", f"t{number}", take=False)
+        assert store.leave("mallory", f"t{number}", gone.identity, "wss://elsewhere")
+    assert store.has_moved("alice", "mine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from skyproxy_server.op_functions import function_of
 from skyproxy_server.op_overrides import CPU_OVERRIDES
 
 histogram = CPU_OVERRIDES["aten::histc"]
@@ -25,3 +26,30 @@ def test_integers_without_bounds_span_what_is_there() -> None:
 def test_floats_go_to_the_kernel_itself() -> None:
     values = torch.tensor([0.1, 0.6, 0.9, 1.0])
     assert torch.equal(histogram(values, 2, 0, 1), torch.histc(values, 2, 0, 1))
+
+
+_ELEMENTWISE: list[tuple[str, tuple[object, ...]]] = [
+    ("add.out", (torch.ones(3),)),
+    ("addcmul.out", (torch.ones(3), torch.ones(3))),
+    ("atan2.out", (torch.ones(3),)),
+    ("clamp.Tensor_out", (torch.ones(3),)),
+    ("lerp.Scalar_out", (torch.ones(3), 0.5)),
+    ("maximum.out", (torch.ones(2, 1),)),
+    ("pow.Tensor_Tensor_out", (torch.ones(3),)),
+    ("where.self_out", (torch.ones(3),)),
+]
+
+
+@pytest.mark.parametrize(("name", "others"), _ELEMENTWISE)
+def test_a_tensor_that_an_elementwise_op_reads_is_not_resized_by_it(name: str, others: tuple[object, ...]) -> None:
+    packet, _, overload = name.partition(".")
+    function = function_of("aten::" + name, getattr(getattr(torch.ops.aten, packet), overload), on_cpu=True)
+    small = torch.ones(1)
+    operands = (torch.ones(3, dtype=torch.bool), small, *others) if packet == "where" else (small, *others)
+    with pytest.raises(RuntimeError, match=r"output with shape \[1\] doesn't match the broadcast shape"):
+        function(*operands, out=small)
+    assert small.tolist() == [1.0]
+    assert function(*operands, out=torch.empty(0)).numel() > 1
+    several = torch.ones(2, 3)
+    operands = tuple(several if a is small else a for a in operands)
+    assert function(*operands, out=several) is several

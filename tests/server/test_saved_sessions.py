@@ -19,7 +19,8 @@ class Holder:
 
     def __init__(self, *, is_leaving: bool) -> None:
         self.identity = "somebody"
-        self.is_detached = self.is_deserted = False
+        self.is_detached = False
+        self.deserted_seconds: float | None = None
         self.is_leaving = is_leaving
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
@@ -110,11 +111,12 @@ def test_a_program_that_may_go_on_from_it_is_not_robbed(tmp_path: Path) -> None:
 
 
 def test_the_newest_of_a_place_counts_and_trouble_is_left_out() -> None:
-    row = {"session": "exp", "name": "a", "names": 1, "bytes": 5, "seconds": 7.0, "held": False}
+    row = {"session": "exp", "name": "a", "snapshot": "10", "names": 1, "bytes": 5, "seconds": 7.0, "held": False}
     found = saved_sessions(
         [
-            {**row, "seconds": 9.0, "held": True},
+            {**row, "snapshot": "9", "seconds": 5.0, "held": True},  # a clock was set back behind it
             row,
+            {**row, "snapshot": "8", "seconds": 9.0, "held": True},
             {**row, "name": "b", "seconds": 3.0},
             {"name": "c", "snapshot": "1", "trouble": "damaged"},
             {**row, "session": None},

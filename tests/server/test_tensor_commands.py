@@ -12,7 +12,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import CancelTransfer, Failure, Message, Reply
 from skyproxy.settings import SETTINGS
 from skyproxy.torch_codec import describe, encode_description
-from skyproxy_server.devices import Devices
+from skyproxy_server.devices import WorkerDevices
 from skyproxy_server.failures import Failed
 from skyproxy_server.reports import Reports
 from skyproxy_server.tensor_commands import TensorCommands
@@ -31,7 +31,7 @@ class Session:
         reports = Reports(self.sent.append)
         self.values = Values(reports)
         self.transfers = Transfers(SETTINGS.chunk_bytes)
-        devices = Devices([{"type": "cpu", "index": 0, "name": "CPU"}])
+        devices = WorkerDevices([{"type": "cpu", "index": 0, "name": "CPU"}])
         self.commands = TensorCommands(self.values, reports, self.transfers, devices)
 
     def run(self, *command: Any) -> int:

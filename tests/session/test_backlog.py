@@ -11,7 +11,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Sequence
 from skyproxy.session import backlog
 from skyproxy.session.backlog import Backlog, Backlogs, BacklogWatch, NotebookLine, TerminalLine
-from skyproxy.session.recorder import SentBatch
+from skyproxy.session.recorder import RecordedBatch
 from skyproxy.session.waiters import Waiter
 
 MM, RELU = commands.FIRST_SIGNATURE, commands.FIRST_SIGNATURE + 1
@@ -27,9 +27,9 @@ class FakeRecorder:
     def __init__(self) -> None:
         stream = [MM, 1, 2, 3, RELU, 3, 4, commands.RELEASE, [3], MM, 4, 4, 5]
         lines = [CODE, 2] * 3
-        self.batches = [SentBatch(Sequence(n), stream, lines) for n in (6, 7)]
+        self.batches = [RecordedBatch(Sequence(n), stream, lines) for n in (6, 7)]
 
-    def sent_batches(self) -> list[SentBatch]:
+    def sent_batches(self) -> list[RecordedBatch]:
         return self.batches
 
 

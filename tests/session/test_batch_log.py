@@ -39,8 +39,8 @@ def add(log: BatchLog, *sequences: int) -> None:
 
 def test_the_log_has_what_follows_the_snapshot(log: BatchLog) -> None:
     add(log, 6, 7, 7, 8)
-    assert [sequence for sequence, _, _ in log.since(5, 8)] == [6, 7, 8]
-    assert [sequence for sequence, _, _ in log.since(5, 7)] == [6, 7]
+    assert [sequence for sequence, _, _ in log.batches_after(5, 8)] == [6, 7, 8]
+    assert [sequence for sequence, _, _ in log.batches_after(5, 7)] == [6, 7]
 
 
 def test_a_durable_snapshot_takes_the_place_of_the_log_before_it(log: BatchLog) -> None:
@@ -52,7 +52,7 @@ def test_a_durable_snapshot_takes_the_place_of_the_log_before_it(log: BatchLog) 
     log.commit(7)
     assert log.starts() == [7]
     assert log.byte_count < before
-    assert [sequence for sequence, _, _ in log.since(7, 8)] == [8]
+    assert [sequence for sequence, _, _ in log.batches_after(7, 8)] == [8]
 
 
 def test_what_cannot_be_repeated_is_mended_by_a_later_snapshot_only(log: BatchLog) -> None:
@@ -70,7 +70,7 @@ def test_a_snapshot_that_was_refused_changes_nothing(log: BatchLog) -> None:
     add(log, 7)
     log.fail(7)
     assert log.starts() == [5]
-    assert [sequence for sequence, _, _ in log.since(5, 7)] == [6, 7]
+    assert [sequence for sequence, _, _ in log.batches_after(5, 7)] == [6, 7]
 
 
 def test_an_upload_is_kept_until_a_snapshot_has_it(log: BatchLog) -> None:
@@ -91,8 +91,8 @@ def test_a_snapshot_that_was_refused_is_not_asked_for_again(log: BatchLog) -> No
     log.add(6, Batch(Sequence(6), [commands.CALL, 9, "save_snapshot", ["s"]]))
     add(log, 7)
     log.fail(6)
-    assert [(number, message) for number, message, _ in log.since(5, 7)][0] == (6, Batch(Sequence(6), []))
-    assert [sequence for sequence, _, _ in log.since(5, 7)] == [6, 7]
+    assert [(number, message) for number, message, _ in log.batches_after(5, 7)][0] == (6, Batch(Sequence(6), []))
+    assert [sequence for sequence, _, _ in log.batches_after(5, 7)] == [6, 7]
 
 
 # --- the log of a real session ---------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class LoggedSession(RuleBasedStateMachine):
         self.worker.executor.end()
         self.worker = Session(self.root / "volume", ops=False)
         assert self.worker.call("load_snapshot", "s", numbers[start])["sequence"] == start
-        for number, (sequence, message, size) in enumerate(self.log.since(start, last), start + 1):
+        for number, (sequence, message, size) in enumerate(self.log.batches_after(start, last), start + 1):
             assert isinstance(message, Batch)
             assert (sequence, size > 0) == (number, True)
             self.worker.run(*message.stream, buffers=tuple(map(bytes, message.buffers)))
@@ -225,7 +225,7 @@ class LoggedSession(RuleBasedStateMachine):
     def it_holds_what_follows_the_oldest_snapshot_and_no_more(self) -> None:
         starts = self.log.starts()
         assert starts == sorted(starts, reverse=True)
-        entries = list(self.log.since(0, 1 << 60))
+        entries = list(self.log.batches_after(0, 1 << 60))
         numbers = [sequence for sequence, _, _ in entries]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert numbers[0] <= min(starts) + 1

@@ -10,7 +10,7 @@ from typing import Any
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Sequence
 from skyproxy.session.lines import describe_line, line_of, op_ordinals
-from skyproxy.session.recorder import SentBatch
+from skyproxy.session.recorder import RecordedBatch
 
 A, B = commands.FIRST_SIGNATURE, commands.FIRST_SIGNATURE + 1
 WIDTHS = commands.width_table({A: 2, B: 0})
@@ -22,8 +22,8 @@ def here() -> tuple[CodeType, int, int]:
     return frame.f_code, frame.f_lasti, frame.f_lineno
 
 
-def sent(stream: list[Any], lines: list[Any]) -> SentBatch:
-    return SentBatch(Sequence(1), stream, lines)
+def sent(stream: list[Any], lines: list[Any]) -> RecordedBatch:
+    return RecordedBatch(Sequence(1), stream, lines)
 
 
 def test_ops_are_counted_past_every_built_in_command() -> None:

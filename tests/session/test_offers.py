@@ -41,7 +41,7 @@ def test_a_stream_of_new_data_is_soon_neither_hashed_nor_kept() -> None:
     for _ in range(100):
         plans.append(chooser.plan(4 * MIB, together=False))
         if plans[-1] is UploadMode.QUERY:
-            chooser.answered(4 * MIB, False)
+            chooser.note_answer(4 * MIB, False)
     assert plans.count(UploadMode.QUERY) == 3
     assert plans[-1] is UploadMode.PLAIN
     assert len(plans) - plans.count(UploadMode.PLAIN) < 20
@@ -51,7 +51,7 @@ def test_modules_are_kept_however_many_tensors_of_a_size_they_have() -> None:
     chooser = offers(had_blobs=True)
     for _ in range(3):
         chooser.plan(4 * MIB, together=True)
-        chooser.answered(4 * MIB, False)
+        chooser.note_answer(4 * MIB, False)
     assert {chooser.plan(4 * MIB, together=True) for _ in range(100)} == {UploadMode.KEEP}
 
 
@@ -59,7 +59,7 @@ def test_an_answer_of_yes_counts_what_was_saved_and_keeps_the_size_worth_asking_
     chooser = offers(had_blobs=True)
     for known in (False, False, True, False, False):
         assert chooser.plan(4 * MIB, together=True) is UploadMode.QUERY
-        chooser.answered(4 * MIB, known)
+        chooser.note_answer(4 * MIB, known)
     assert chooser.plan(4 * MIB, together=True) is UploadMode.QUERY
     assert chooser.saved_bytes == 4 * MIB
 

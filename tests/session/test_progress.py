@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from skyproxy.session import progress
-from skyproxy.session.progress import Watch
+from skyproxy.session.progress import TransferWatch
 from skyproxy.session.waiters import Waiter
 
 
@@ -46,9 +46,9 @@ class Stage:
         if len(self.bars[-1].figures) == 3:
             self.waiter.set("landed")
 
-    def watch(self, shown: bool = True, clock: Callable[[], float] | None = None) -> Watch:
+    def watch(self, shown: bool = True, clock: Callable[[], float] | None = None) -> TransferWatch:
         ticks = iter((0.0, 5.0))  # its second is over as soon as it waits
-        return Watch("upload", lambda: (1, 4), shown, self.display, clock or (lambda: next(ticks, 5.0)))
+        return TransferWatch("upload", lambda: (1, 4), shown, self.display, clock or (lambda: next(ticks, 5.0)))
 
 
 def test_a_long_wait_is_shown_by_its_own_thread_and_no_longer_than_it_lasts() -> None:

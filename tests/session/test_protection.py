@@ -411,7 +411,7 @@ def test_an_upload_that_is_larger_than_the_log_may_be_is_mended_by_a_snapshot(bo
     assert bounded.protection.keep_upload(1, memoryview(bytes(10_001))) is None
     bounded.recorder.append(commands.DO, "add", [1])
     bounded.added.append(1)
-    bounded.protection.uploaded(1, None)
+    bounded.protection.note_upload(1, None)
     start = bounded.log.starts()[0]
     hole = bounded.log.hole_after(start - 1)
     assert hole is not None

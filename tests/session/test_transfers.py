@@ -20,7 +20,7 @@ from skyproxy.session import transfer_groups
 from skyproxy.session.downloads import Downloads
 from skyproxy.session.offers import UploadDedup
 from skyproxy.session.transfer_groups import grouped_upload
-from skyproxy.session.transfers import Uploads
+from skyproxy.session.transfers import UploadQueue
 from skyproxy.session.waiters import Waiters
 from skyproxy.transport.packing import pack
 
@@ -45,7 +45,7 @@ class Sender:
     def __init__(self, offers: UploadDedup | None = None) -> None:
         self.link = Held()
         self.announced: list[int] = []
-        self.uploads = Uploads(self.link, CHUNK, offers=offers)  # type: ignore[arg-type]
+        self.uploads = UploadQueue(self.link, CHUNK, offers=offers)  # type: ignore[arg-type]
         self.thread = threading.Thread(target=self.uploads.run)
         self.thread.start()
 

@@ -197,7 +197,7 @@ def test_a_forged_document_is_refused_or_harmless(snapshot: tuple[Path, Captured
                     shrunk = {int(storage._cdata) for storage, _ in other.state.values.gates.shrunk()}
                     storage = value.untyped_storage()
                     assert end <= storage.nbytes() or int(storage._cdata) in shrunk
-        for number in list(other.state.graphs.filled_by):
+        for number in list(other.state.graphs.recordings_by_slot):
             assert isinstance(number, int)
 
 

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.snapshots import stores
-from skyproxy.snapshots.stores import FsspecStore, LocalStore, Store, is_address, open_store, read_whole
+from skyproxy.snapshots.stores import FileStore, FsspecStore, LocalStore, is_address, open_store, read_whole
 from tests.server.snapshots.sessions import ADD_, Session, restored
 
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="pipes and links")
@@ -26,7 +26,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["folder", "address of a folder", "address"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileStore]:
     if request.param == "folder":
         yield open_store(tmp_path / "a")
     elif request.param == "address of a folder":
@@ -36,7 +36,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         MemoryFileSystem.store.clear()
 
 
-def test_files_are_written_read_and_removed(store: Store) -> None:
+def test_files_are_written_read_and_removed(store: FileStore) -> None:
     assert (store.files(), store.places()) == ([], [])
     store.prepare()
     store.write("one", b"first")
@@ -53,7 +53,7 @@ def test_files_are_written_read_and_removed(store: Store) -> None:
         store.read("one")
 
 
-def test_a_draft_gets_its_name_when_it_is_whole(store: Store) -> None:
+def test_a_draft_gets_its_name_when_it_is_whole(store: FileStore) -> None:
     store.prepare()
     draft = store.draft("pack")
     draft.write_bytes(b"x" * 1000)

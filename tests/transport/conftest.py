@@ -13,7 +13,7 @@ import pytest
 from skyproxy.protocol.messages import CLIENT, OPERATIONS, WORKER, Hello, Welcome
 from skyproxy.settings import Settings
 from skyproxy.transport.shared_threads import shared_threads
-from skyproxy.transport.stream import PlainStream, Stream
+from skyproxy.transport.stream import ByteStream, PlainStream
 from skyproxy.transport.tls import TlsStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
 
@@ -36,10 +36,10 @@ def tcp_pair(buffer_bytes: int = 0) -> tuple[socket.socket, socket.socket]:
 
 def tls_streams(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext], client: socket.socket, server: socket.socket
-) -> tuple[Stream, Stream]:
+) -> tuple[ByteStream, ByteStream]:
     """Both ends of a TLS connection over connected sockets."""
     deadline = time.monotonic() + 10
-    made: list[Stream] = []
+    made: list[ByteStream] = []
 
     def accept() -> None:
         made.append(TlsStream(server, contexts[1], server_side=True, server_hostname=None, deadline=deadline))
@@ -66,7 +66,7 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
         shares_threads: bool = False,
     ) -> Pair:
         sockets = tcp_pair(buffer_bytes)
-        streams: tuple[Stream, Stream]
+        streams: tuple[ByteStream, ByteStream]
         if tls:
             streams = tls_streams(request.getfixturevalue("tls_contexts"), *sockets)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -14,6 +15,7 @@ from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.messages import Ack, Batch, Goodbye, Message, Reply, RequestId, Sequence
 from skyproxy.transport.shared_threads import Lane, SharedThreads, shared_threads
 from skyproxy.transport.stream import PlainStream
+from tests.integration.programs import wait_for
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(select, "epoll"), reason="the system cannot wait like that"),
@@ -92,14 +94,34 @@ def test_what_was_there_before_it_was_watched_is_read(threads: SharedThreads) ->
     assert one.is_broken.wait(PATIENCE_SECONDS)
 
 
-def test_a_socket_that_is_closed_here_is_noticed_although_no_event_tells(threads: SharedThreads) -> None:
+def test_a_stream_that_is_closed_here_is_noticed_although_no_event_tells(threads: SharedThreads) -> None:
     one = Listening()
     threads.watch(one)
     one.theirs.sendall(b".")
     assert one.has_heard.wait(PATIENCE_SECONDS)
-    one.ours.close()
+    PlainStream(one.ours).close()
     assert one.is_broken.wait(PATIENCE_SECONDS)
     one.theirs.close()
+
+
+def test_threads_sleep_until_something_is_to_do() -> None:
+    """They do not look whether something is, however many connections they read; all helpers busy is something."""
+    own = SharedThreads()
+    one = Listening()
+    own.watch(one)
+    wait_for(lambda: own._sleeps_until == math.inf, "it sleeps while a connection is open")
+    release = threading.Event()
+    for _ in own._helpers:
+        own.submit(lambda: release.wait(PATIENCE_SECONDS))
+    wait_for(lambda: own._sleeps_until < math.inf, "it counts ticks while all helpers are busy")
+    done = threading.Event()
+    own.submit(done.set)
+    assert done.wait(PATIENCE_SECONDS), "one helper more has come"
+    release.set()
+    wait_for(lambda: own._sleeps_until == math.inf, "it sleeps when they are not")
+    one.theirs.close()
+    assert one.is_broken.wait(PATIENCE_SECONDS)
+    one.ours.close()
 
 
 def test_one_that_is_closed_before_it_is_watched_is_broken(threads: SharedThreads) -> None:

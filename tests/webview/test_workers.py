@@ -9,7 +9,7 @@ import pytest
 
 from skyproxy.errors import ConnectError
 from skyproxy.webview.spans import bounded_spans
-from skyproxy.webview.workers import looked_at, shaped, workers_status
+from skyproxy.webview.workers import ask_worker_status, normalize, workers_status
 
 SHAPE = {"is_admin", "worker", "sessions", "jobs", "log"}
 
@@ -28,7 +28,7 @@ SHAPE = {"is_admin", "worker", "sessions", "jobs", "log"}
     ],
 )
 def test_whatever_a_worker_says_has_the_shape_of_an_answer(answer: Any) -> None:
-    found = shaped(answer)
+    found = normalize(answer)
     assert set(found) == SHAPE
     text = json.dumps(found, allow_nan=False)
     assert len(text) < 400_000
@@ -52,7 +52,7 @@ def test_a_worker_that_does_not_answer_says_why_and_spoils_nothing() -> None:
 
 
 def test_a_worker_does_not_choose_its_name() -> None:
-    assert looked_at("mine", lambda: {"name": "another"})["name"] == "mine"
+    assert ask_worker_status("mine", lambda: {"name": "another"})["name"] == "mine"
 
 
 def test_of_a_profile_the_longest_spans_are_kept() -> None:

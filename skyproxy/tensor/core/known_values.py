@@ -84,7 +84,7 @@ class KnownMeta(Meta):
     def value(self, value: torch.Tensor | None) -> None:
         self._value = value
 
-    def asked(self) -> None:
+    def note_ask(self) -> None:
         """Notes that somebody wants the value."""
         self.unasked = 0
         sources, self.sources = (
@@ -92,7 +92,7 @@ class KnownMeta(Meta):
             (),
         )  # said once, because a number that is counted anew each time would keep all earlier ones
         for source in sources:
-            source.asked()
+            source.note_ask()
 
 
 def know(handle: Handle, value: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ def value_of(handle: Handle) -> torch.Tensor | None:
     meta: KnownMeta = handle.meta  # type: ignore[assignment]  # if it is `known`
     if not meta.known or meta.epoch != meta.recorder.hidden_writes or type(handle.device.recorder) is not Recorder:
         return None
-    meta.asked()
+    meta.note_ask()
     return meta.value
 
 

@@ -152,7 +152,7 @@ class SequentialReads:
         self._ahead: ReadingAhead | None = None
         self._recorded: tuple[Session, int] | None = None
 
-    def ahead_of(self, handle: Handle) -> ReadingAhead | None:
+    def reads_around(self, handle: Handle) -> ReadingAhead | None:
         """Return what has been asked for, this tensor among it; None if it is not its turn."""
         tensors = self._tensors()
         if tensors is None:

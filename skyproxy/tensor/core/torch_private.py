@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def needed() -> Iterator[None]:
+def explain_missing_names() -> Iterator[None]:
     """Tell whoever imports a part of PyTorch inside that this version of it does not fit.
 
     Raises:
@@ -35,7 +35,7 @@ def needed() -> Iterator[None]:
         ) from error
 
 
-with needed():
+with explain_missing_names():
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._prims_common.wrappers import _maybe_resize_out as maybe_resize_out
     from torch._prims_common.wrappers import _safe_copy_out as safe_copy_out
@@ -88,14 +88,14 @@ def is_forward_ad_active() -> bool:
 
 def load_aot_autograd() -> Callable[..., Callable[..., Any]]:
     """Return `aot_autograd` of PyTorch's compiler, which takes long to load."""
-    with needed():
+    with explain_missing_names():
         from torch._dynamo.backends.common import aot_autograd
     return aot_autograd
 
 
 def load_expression_printer() -> type[PythonPrinter]:
     """Return the class that prints expressions of sizes as Python; it loads sympy."""
-    with needed():
+    with explain_missing_names():
         from torch.utils._sympy.printers import PythonPrinter
     return PythonPrinter
 
@@ -130,6 +130,7 @@ __all__ = [
     "count_function_modes",
     "disable_current_modes",
     "disabled_torch_function",
+    "explain_missing_names",
     "flash_attention_enabled",
     "function_transform_level",
     "has_kernel",
@@ -141,7 +142,6 @@ __all__ = [
     "math_attention_enabled",
     "maybe_resize_out",
     "mkldnn_enabled",
-    "needed",
     "pytree",
     "safe_copy_out",
     "set_conjugate",

@@ -98,7 +98,7 @@ def download(tensor: RemoteTensor) -> torch.Tensor:
         return _download_sparse(tensor)
     ahead = READER.ahead
     if ahead is None and READER.guess is not None:
-        ahead = READER.guess.ahead_of(handle)
+        ahead = READER.guess.reads_around(handle)
     result = ahead.take(handle) if ahead is not None else None
     if result is None:
         result = handle.device.session.fetch(handle.slot, meta.description)

@@ -20,7 +20,7 @@ from skyproxy.errors import CaptureError, SessionLostError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Buffer, Sequence
-from skyproxy.session.recorder import Recorder, SentBatch
+from skyproxy.session.recorder import RecordedBatch, Recorder
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 
@@ -263,7 +263,7 @@ class SessionCapture:
             [slot, torch_codec.encode_description(metas[slot].description) if metas.get(slot) is not None else None]
             for slot in sorted(held)
         ]
-        self.session.recordings[self.number] = SentBatch(Sequence(0), list(self.stream), self.lines)
+        self.session.recordings[self.number] = RecordedBatch(Sequence(0), list(self.stream), self.lines)
         places = [device.place for device in self.used.values()]
         self.session.do("graph_define", self.number, list(self.stream), exports, places, dict(self._modes))
         self._tell_modes()

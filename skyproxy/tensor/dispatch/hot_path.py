@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
@@ -62,7 +63,7 @@ _slot_of_handle = attrgetter("slot")
 _ONLY_REMOTE = {RemoteTensor}
 
 
-def taken_at_once(items: list[object]) -> tuple[Handle, tuple[Meta, ...], list[int]] | None:
+def looks_of_many(items: list[object]) -> tuple[Handle, tuple[Meta, ...], list[int]] | None:
     """The first handle, the looks and the slots of many tensors; None if they are not all remote and of one device."""
     if set(map(type, items)) != _ONLY_REMOTE:
         return None
@@ -109,7 +110,7 @@ def dispatch_remote(
             how = info.kinds[len(key) - 1]
             if how == TENSORS and kind is list:
                 if len(a) > _MANY:
-                    taken = taken_at_once(a)
+                    taken = looks_of_many(a)
                     if taken is None or (device is not None and taken[0].device is not device):
                         return record(info, func, args, kwargs or {})
                     handle, metas, slots = taken
@@ -234,6 +235,8 @@ def dispatch_remote(
         result = tuple(several)
     elif entry.nothing:
         result = None
+        if info.for_each:  # kernels count such changes, of the tensors in their first list; not the dispatcher
+            increment_version(args[0])
     elif entry.listed is not None:
         owner = (root.root or root) if entry.shares_first else None
         result = listed = new_tensors(device, entry.listed, owner)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from skyproxy import torch_codec
 from skyproxy.interrupts import shielded
@@ -237,6 +238,8 @@ def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
             results.append(tensor)
         else:
             results.append(output.value)
+    if entry.nothing and call.info.for_each:
+        increment_version(call.args[0])
     if entry.changed:
         _record_change(call, entry, command)
     else:
@@ -342,7 +345,7 @@ def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[in
         call.device.session.do("take_apart", handle.slot, [h.slot for h in handles])
         return inference.Output(), [_wrap_reply(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
     if fields[0] == torch_codec.NESTED:
-        return inference.Output(), answered(handle, row)
+        return inference.Output(), wrap_answer(handle, row)
     handle.meta = inference.intern_meta(torch_codec.decode_description(fields))
     if alias < 0:
         return inference.Output(meta=handle.meta), make_tensor(handle.meta, handle)
@@ -355,7 +358,7 @@ wrap_described: dict[str, Callable[[Handle, list[Any]], torch.Tensor]] = {}
 """Makes tensors of what the worker describes otherwise than by sizes and strides, by the first of the fields."""
 
 
-def answered(handle: Handle, row: Sequence[Any]) -> torch.Tensor | None:
+def wrap_answer(handle: Handle, row: Sequence[Any]) -> torch.Tensor | None:
     """The tensor in a slot that the worker has described, with a memory of its own; None where there is none."""
     fields, _ = row
     if fields is None:

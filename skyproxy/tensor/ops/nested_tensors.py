@@ -290,7 +290,7 @@ class _Differentiated(torch.autograd.Function):
                 "gradients", lambda number: (commands.DESCRIBE, number, [handle.slot for handle in made], [])
             )
             for i, handle, row in zip(wanted, made, rows, strict=True):
-                found[i + 2] = recording.answered(handle, row)
+                found[i + 2] = recording.wrap_answer(handle, row)
         return tuple(found)
 
 

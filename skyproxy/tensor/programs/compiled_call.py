@@ -25,7 +25,7 @@ from skyproxy.tensor.core.transfers import download, upload
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch.capture import is_capturing
 from skyproxy.tensor.dispatch.recording import new_tensor
-from skyproxy.tensor.programs.compiler_ir import Program, value_of
+from skyproxy.tensor.programs.compiler_ir import GraphProgram, value_of
 from skyproxy.torch_codec import Description
 
 _Printer = load_expression_printer()
@@ -46,9 +46,11 @@ class CompiledCall:
         source: the generated function's text, for people.
     """
 
-    def __init__(self, program: Program, options: dict[str, object]) -> None:
-        """Raises:
-        UnsupportedOpError: an input or result is of a kind that cannot travel.
+    def __init__(self, program: GraphProgram, options: dict[str, object]) -> None:
+        """Generate the function of a graph.
+
+        Raises:
+            UnsupportedOpError: an input or result is of a kind that cannot travel.
         """
         self._program = program
         self._key = ("compiled graph", next(_numbers))
@@ -223,7 +225,7 @@ def _is_remote(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "sky"
 
 
-def _symbols(program: Program) -> dict[sympy.Symbol, str]:
+def _symbols(program: GraphProgram) -> dict[sympy.Symbol, str]:
     """For each symbolic size, how it is read off the inputs."""
     found: dict[sympy.Symbol, str] = {}
     values = [value_of(node) for node in program.inputs]

@@ -22,7 +22,7 @@ _FUNCTION_NAMES = {function: name for name, function in GRAPH_FUNCTIONS.items()}
 
 
 @dataclass
-class Program:
+class GraphProgram:
     """A program: what travels, and what the caller must know of it.
 
     Attributes:
@@ -49,13 +49,13 @@ def value_of(node: torch.fx.Node) -> object:
     return node.meta.get("val", node.meta.get("example_value"))
 
 
-def program_of(module: torch.fx.GraphModule) -> Program:
+def program_of(module: torch.fx.GraphModule) -> GraphProgram:
     """The program of a graph of ATen ops.
 
     Raises:
         UnsupportedOpError: the graph holds what no worker takes.
     """
-    program = Program()
+    program = GraphProgram()
     graph = module.graph
     constants = [node for node in graph.nodes if node.op == "get_attr"]
     program.inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -80,14 +80,14 @@ def program_of(module: torch.fx.GraphModule) -> Program:
     return program
 
 
-def _note_device(program: Program, value: object) -> None:
+def _note_device(program: GraphProgram, value: object) -> None:
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, torch.Tensor) and item.device.type == "sky":
             device = DEVICES.of(item.device)
             program.devices[device.index] = device
 
 
-def _call(program: Program, node: torch.fx.Node) -> list[object]:
+def _call(program: GraphProgram, node: torch.fx.Node) -> list[object]:
     target = node.target
     if isinstance(target, OpOverload):
         name = target.name()
@@ -104,7 +104,7 @@ def _call(program: Program, node: torch.fx.Node) -> list[object]:
     ]
 
 
-def _check(program: Program, node: torch.fx.Node, target: OpOverload) -> None:
+def _check(program: GraphProgram, node: torch.fx.Node, target: OpOverload) -> None:
     name = target.name()
     packet = name.partition(".")[0]
     if name.partition("::")[0] not in ALLOWED_NAMESPACES or packet in FORBIDDEN_OPS:
@@ -127,14 +127,14 @@ def _check(program: Program, node: torch.fx.Node, target: OpOverload) -> None:
                 _note_change(program, changed)
 
 
-def _note_change(program: Program, changed: torch.fx.Node) -> None:
+def _note_change(program: GraphProgram, changed: torch.fx.Node) -> None:
     value = value_of(changed)
     if isinstance(value, torch.Tensor) and value.device.type != "sky":
         raise UnsupportedOpError("the graph changes a tensor of the CPU in place")
     program.written[changed] = None
 
 
-def _argument(program: Program, value: object) -> list[object]:
+def _argument(program: GraphProgram, value: object) -> list[object]:
     if isinstance(value, torch.device) and value.type == "sky":
         device = DEVICES.of(value)
         program.devices[device.index] = device

@@ -17,7 +17,7 @@ from skyproxy.tensor.shapes.elementwise import (
     result_dtype,
 )
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, preserved, rule
-from skyproxy.tensor.shapes.selections import RULES, fresh, plain, suggests_row_major, whole
+from skyproxy.tensor.shapes.selections import RULES, are_row_major, fresh, plain, suggests_row_major
 
 FULL_PRECISION = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
@@ -30,7 +30,7 @@ def _follows(gradient: Meta, output: Meta) -> bool:
 
 def whole_floats(*tensors: Meta) -> bool:
     """Return whether the tensors are row-major, and of one and the same floating-point dtype."""
-    return whole(*tensors) and tensors[0].dtype in FLOATS and all(t.dtype is tensors[0].dtype for t in tensors)
+    return are_row_major(*tensors) and tensors[0].dtype in FLOATS and all(t.dtype is tensors[0].dtype for t in tensors)
 
 
 # --- elementwise -----------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def _distances(a: Meta, b: Meta, order: float, mode: object) -> RuleResult:
 
 @rule("_prelu_kernel")
 def _prelu(x: Meta, weight: object) -> RuleResult:
-    return _elementwise_of_one_dtype(x, weight) if whole(x) and type(weight) is Meta else None
+    return _elementwise_of_one_dtype(x, weight) if are_row_major(x) and type(weight) is Meta else None
 
 
 @rule("complex polar")
@@ -104,14 +104,14 @@ def _gate_backward(gradient: Meta, output: Meta) -> RuleResult:
 
 @rule("gelu_backward silu_backward")
 def _activation_backward(gradient: Meta, x: Meta, *numbers: object, **options: object) -> RuleResult:
-    fits = whole(x) and gradient.size == x.size and all(type(n) in (int, float) for n in numbers)
+    fits = are_row_major(x) and gradient.size == x.size and all(type(n) in (int, float) for n in numbers)
     return _elementwise_of_one_dtype(gradient, x) if fits else None
 
 
 @rule("threshold_backward")
 def _threshold_backward(gradient: Meta, x: Meta, threshold: object) -> RuleResult:
     """As above, but the kernel iterates over the input first."""
-    return _elementwise_of_one_dtype(x, gradient) if whole(x) and gradient.size == x.size else None
+    return _elementwise_of_one_dtype(x, gradient) if are_row_major(x) and gradient.size == x.size else None
 
 
 @rule("isnan isposinf isneginf signbit")
@@ -197,7 +197,7 @@ def _loss_backward(gradient: Meta, x: Meta, target: Meta, reduction: int, *numbe
 
 @rule("nll_loss_forward")
 def _nll(x: Meta, target: Meta, weight: Meta | None, reduction: int, ignored: object) -> RuleResult:
-    fits = whole_floats(x) and whole(target) and target.dtype is torch.int64 and x.dtype in FULL_PRECISION
+    fits = whole_floats(x) and are_row_major(target) and target.dtype is torch.int64 and x.dtype in FULL_PRECISION
     if not fits or len(x.size) != 2 or target.size != x.size[:1] or reduction not in (0, 1, 2):
         return None
     if weight is not None and not (whole_floats(x, weight) and weight.size == x.size[1:]):
@@ -207,7 +207,9 @@ def _nll(x: Meta, target: Meta, weight: Meta | None, reduction: int, ignored: ob
 
 @rule("nll_loss_backward")
 def _nll_backward(gradient: Meta, x: Meta, target: Meta, *rest: object) -> RuleResult:
-    fits = whole_floats(gradient, x) and whole(target) and len(x.size) == 2 and gradient.size in ((), x.size[:1])
+    fits = (
+        whole_floats(gradient, x) and are_row_major(target) and len(x.size) == 2 and gradient.size in ((), x.size[:1])
+    )
     return [fresh(x.size, x.dtype)] if fits and target.size == x.size[:1] else None
 
 

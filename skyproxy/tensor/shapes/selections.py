@@ -29,7 +29,7 @@ _DTYPES = FLOATS | INTEGERS | {torch.bool}
 Dims = int | list[int] | tuple[int, ...] | None
 
 
-def whole(*tensors: object) -> bool:
+def are_row_major(*tensors: object) -> bool:
     """Return whether all are row-major tensors that are not empty."""
     return all(type(t) is Meta and row_major(t) and 0 not in t.size and t.dtype in _DTYPES for t in tensors)
 
@@ -74,7 +74,7 @@ def _indexed_size(x: Meta, indices: Sequence[Meta | None]) -> Ints | None:
     given = [(at, index) for at, index in enumerate(indices) if index is not None]
     if not given or len(indices) > len(x.size):
         return None
-    if not all(whole(index) and index.dtype is torch.int64 for _, index in given):
+    if not all(are_row_major(index) and index.dtype is torch.int64 for _, index in given):
         return None
     size = broadcast_sizes([index.size for _, index in given])
     if size is None:
@@ -151,7 +151,7 @@ def _selection_backward(gradient: Meta, size: Sequence[int], *rest: object) -> R
 
 @rule("embedding_dense_backward")
 def _embedding_backward(gradient: Meta, indices: Meta, count: int, *rest: object) -> RuleResult:
-    fits = whole(gradient, indices) and gradient.dtype in FLOATS and gradient.size[:-1] == indices.size
+    fits = are_row_major(gradient, indices) and gradient.dtype in FLOATS and gradient.size[:-1] == indices.size
     return [fresh((count, gradient.size[-1]), gradient.dtype)] if fits and type(count) is int else None
 
 
@@ -166,7 +166,7 @@ def _sort(x: Meta, dim: int = -1, descending: bool = False) -> RuleResult:
 
 @rule("argsort")
 def _argsort(x: Meta, dim: int = -1, descending: bool = False) -> RuleResult:
-    return [fresh(x.size, torch.int64)] if whole(x) and _axis(x, dim) is not None else None
+    return [fresh(x.size, torch.int64)] if are_row_major(x) and _axis(x, dim) is not None else None
 
 
 @rule("topk")
@@ -188,7 +188,7 @@ def _flip(x: Meta, dims: Sequence[int]) -> RuleResult:
 @rule("roll")
 def _roll(x: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> RuleResult:
     places = [_axis(x, dim) for dim in dims]
-    fits = (whole(x) or (plain(x) and len(x.size) < 4)) and _integers(shifts) and None not in places
+    fits = (are_row_major(x) or (plain(x) and len(x.size) < 4)) and _integers(shifts) and None not in places
     fits = fits and (len(shifts) == len(places) > 0 or (not places and len(shifts) == 1))
     return [fresh(x.size, x.dtype)] if fits else None
 
@@ -208,7 +208,7 @@ def suggests_row_major(x: Meta) -> bool:
 
 def _padded_size(x: Meta, pad: Sequence[int]) -> Ints | None:
     pairs = len(pad) // 2
-    if not whole(x) or not suggests_row_major(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
+    if not are_row_major(x) or not suggests_row_major(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
         return None
     if min(pad, default=0) < 0 and max(pad) <= 0:  # only cut: a copy of a part, with that part's strides
         return None
@@ -317,18 +317,18 @@ def _extreme_so_far(x: Meta, dim: int) -> RuleResult:
 
 @rule("logcumsumexp")
 def _logcumsumexp(x: Meta, dim: int) -> RuleResult:
-    return [fresh(x.size, x.dtype)] if whole(x) and x.dtype in FLOATS and _axis(x, dim) is not None else None
+    return [fresh(x.size, x.dtype)] if are_row_major(x) and x.dtype in FLOATS and _axis(x, dim) is not None else None
 
 
 @rule("bucketize.Tensor")
 def _bucketize(x: Meta, bounds: Meta, *, out_int32: bool = False, right: bool = False) -> RuleResult:
-    fits = whole(x, bounds) and len(bounds.size) == 1 and bounds.dtype is x.dtype is not torch.bool
+    fits = are_row_major(x, bounds) and len(bounds.size) == 1 and bounds.dtype is x.dtype is not torch.bool
     return [fresh(x.size, torch.int32 if out_int32 else torch.int64)] if fits else None
 
 
 @rule("multinomial")
 def _multinomial(x: Meta, count: int, replacement: bool = False, **options: object) -> RuleResult:
-    fits = whole(x) and x.dtype in FLOATS and len(x.size) in (1, 2) and type(count) is int and count > 0
+    fits = are_row_major(x) and x.dtype in FLOATS and len(x.size) in (1, 2) and type(count) is int and count > 0
     fits = fits and x.size[-1] <= 1 << 24
     if not fits or options.keys() - {"generator"} or not (replacement or count <= x.size[-1]):
         return None
@@ -337,12 +337,12 @@ def _multinomial(x: Meta, count: int, replacement: bool = False, **options: obje
 
 @rule("take")
 def _take(x: Meta, index: Meta) -> RuleResult:
-    return [fresh(index.size, x.dtype)] if whole(x, index) and index.dtype is torch.int64 else None
+    return [fresh(index.size, x.dtype)] if are_row_major(x, index) and index.dtype is torch.int64 else None
 
 
 @rule("max min")
 def _extreme_of_all(x: Meta) -> RuleResult:
-    return [fresh((), x.dtype)] if whole(x) else None
+    return [fresh((), x.dtype)] if are_row_major(x) else None
 
 
 @rule("median nanmedian")
@@ -364,7 +364,7 @@ def _product(x: Meta, dim: int, keepdim: bool = False, *, dtype: torch.dtype | N
 
 @rule("prod")
 def _product_of_all(x: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
-    return [fresh((), x.dtype)] if whole(x) and x.dtype in FLOATS and dtype is None else None
+    return [fresh((), x.dtype)] if are_row_major(x) and x.dtype in FLOATS and dtype is None else None
 
 
 @rule("var.correction std.correction")
@@ -453,7 +453,13 @@ def _new_strided(
 @rule("index_add index_copy")
 def _index_add(x: Meta, dim: int, index: Meta, source: Meta, *, alpha: object = 1) -> RuleResult:
     at = _axis(x, dim)
-    fits = at is not None and whole(x, index) and source.plain and index.dtype is torch.int64 and len(index.size) == 1
+    fits = (
+        at is not None
+        and are_row_major(x, index)
+        and source.plain
+        and index.dtype is torch.int64
+        and len(index.size) == 1
+    )
     if not fits or source.dtype is not x.dtype or type(alpha) is not int or at is None:
         return None
     return [fresh(x.size, x.dtype)] if source.size == (*x.size[:at], *index.size, *x.size[at + 1 :]) else None
@@ -471,4 +477,4 @@ def _dot(a: Meta, b: Meta) -> RuleResult:
     return [fresh((), a.dtype)] if fits and a.dtype in FLOATS else None
 
 
-__all__ = ["RULES", "fresh", "plain", "suggests_row_major", "whole"]
+__all__ = ["RULES", "are_row_major", "fresh", "plain", "suggests_row_major"]

@@ -75,6 +75,8 @@ def _transpose(a: Meta, dim0: int, dim1: int) -> RuleResult:
 
 @_rule("permute")
 def _permute(a: Meta, dims: Sequence[int]) -> RuleResult:
+    if not a.plain:
+        return None
     order = [_dim(a, d) for d in dims]
     known = [d for d in order if d is not None]
     if len(known) != len(a.size) or len(order) != len(known) or len(set(known)) != len(known):
@@ -113,7 +115,7 @@ def _squeeze_all(a: Meta) -> RuleResult:
 @_rule("squeeze.dims")
 def _squeeze_several(a: Meta, dims: Sequence[int]) -> RuleResult:
     places = [_dim(a, dim) for dim in dims]
-    return None if None in places or len(set(places)) != len(places) else _drop_dimensions(a, places)
+    return None if not a.plain or None in places or len(set(places)) != len(places) else _drop_dimensions(a, places)
 
 
 def _drop_dimensions(a: Meta, places: Iterable[int | None]) -> RuleResult:

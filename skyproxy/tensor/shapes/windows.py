@@ -14,7 +14,7 @@ from skyproxy.tensor.shapes.attention import RULES
 from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride
 from skyproxy.tensor.shapes.networks import FULL_PRECISION, whole_floats
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
-from skyproxy.tensor.shapes.selections import fresh, plain, suggests_row_major, whole
+from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain, suggests_row_major
 from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 
@@ -74,7 +74,7 @@ def _max_pool_backward(
 ) -> RuleResult:
     size = _pooled_size(x, kernel, stride, padding, dilation, ceil)
     fits = size is not None and suggests_row_major(x)
-    fits = fits and whole_floats(gradient, x) and whole(indices) and gradient.size == indices.size == size
+    fits = fits and whole_floats(gradient, x) and are_row_major(indices) and gradient.size == indices.size == size
     return [fresh(x.size, x.dtype)] if fits else None
 
 

@@ -3,13 +3,19 @@
 # from where this machine's own apt has it, their Python packages come from where this machine's pip has them. What comes
 # out is the store of a containerd that has them all, for nodes to begin with.
 #
-#   images.sh [DIRECTORY]    prints DIRECTORY/store when it holds the images of the tree as it is
+#   images.sh [DIRECTORY]             prints DIRECTORY/store when it holds the images of the tree as it is
+#   images.sh --engine [DIRECTORY]    prints DIRECTORY when podman finds the worker's image with the settings that lie there
 #
 # DIRECTORY is ${SKYPROXY_CACHE:-~/.cache/skyproxy}/images by default; it takes five gigabytes. The first time takes about
 # five minutes on two cores; a changed source takes one.
 set -euo pipefail
 shopt -s inherit_errexit
 
+for_engine=
+if [[ ${1:-} == --engine ]]; then
+  for_engine=1
+  shift
+fi
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 tree=$(realpath "$here/../../..")
 python=${PYTHON:-$tree/.venv/bin/python}
@@ -24,8 +30,9 @@ base=docker.io/library/python:3.12-slim-bookworm # as the Containerfiles name it
 unset work builder
 
 require() {
-  local missing=() command
-  for command in mmdebstrap buildah runc containerd ctr flock; do
+  local missing=() command commands=(mmdebstrap buildah flock runc)
+  [[ -n $for_engine ]] || commands+=(containerd ctr)
+  for command in "${commands[@]}"; do
     command -v "$command" >/dev/null || missing+=("$command")
   done
   if ((${#missing[@]})); then
@@ -36,7 +43,7 @@ require() {
     echo "this machine's apt has no source of Debian. Name one: DEBIAN_MIRROR=URL" >&2
     exit 1
   }
-  [[ -x $pause ]] || {
+  [[ -n $for_engine || -x $pause ]] || {
     echo "$pause is missing: run tests/e2e/control_plane/build.sh --node" >&2
     exit 1
   }
@@ -68,6 +75,23 @@ CONF
   printf '[network]\nnetwork_config_dir = "%s/networks"\n' "$target" >"$target/containers.conf"
 }
 
+configure_podman() { # what it builds finds packages where this machine does
+  local folder volumes
+  volumes="\"$target/pip.conf:/etc/pip.conf:ro\""
+  while read -r folder; do volumes+=", \"$folder:$folder:ro\""; done < <("$python" "$here/pip_settings.py" "$target/pip.conf")
+  # Podman would raise limits, which root may be forbidden, too; crun refuses control groups of both versions at once.
+  cat >"$target/podman.conf" <<CONF
+[network]
+network_backend = "netavark"
+network_config_dir = "$target/networks"
+[engine]
+runtime = "runc"
+[containers]
+default_ulimits = ["nofile=16384:16384", "nproc=16384:16384"]
+volumes = [$volumes]
+CONF
+}
+
 make_base() {
   ! Buildah inspect --type image "$base" >/dev/null 2>&1 || return 0
   mmdebstrap --quiet --mode=root --variant=minbase --keyring="$keyring" --include=python3,python3-venv,ca-certificates \
@@ -76,23 +100,30 @@ make_base() {
   Buildah build -f "$work/Containerfile" -t "$base" "$work"
 }
 
-make_images() { # one archive for each image under $work/images
-  local volumes=() folder image
-  mkdir -p "$work/context" "$work/images"
-  context | tar --extract --directory "$work/context"
+build_image() { # build_image NAME: one of the project's own
+  local volumes=() folder
+  if [[ ! -d $work/context ]]; then
+    mkdir "$work/context"
+    context | tar --extract --directory "$work/context"
+  fi
   while read -r folder; do volumes+=(-v "$folder:$folder:ro"); done < <("$python" "$here/pip_settings.py" "$work/pip.conf")
   volumes+=(-v "$work/pip.conf:/etc/pip.conf:ro")
 
+  # The torch of the tests' environment, from where that one came.
+  Buildah build --layers --network host --pull-never "${volumes[@]}" \
+    --build-arg "TORCH=torch==$("$python" -c 'import importlib.metadata as m; print(m.version("torch"))')" \
+    --build-arg "TORCH_INDEX=${TORCH_INDEX:-$("$python" -c 'from pip._internal.models.index import PyPI; print(PyPI.simple_url)')}" \
+    -f "$work/context/manifests/images/Containerfile.$1" -t "ghcr.io/skyproxy/$1:0.1.0" "$work/context"
+}
+
+make_images() { # one archive for each image under $work/images
+  local image
+  mkdir "$work/images"
   cp "$pause" "$work/pause"
   printf 'FROM scratch\nCOPY pause /pause\nUSER 65535:65535\nENTRYPOINT ["/pause"]\n' >"$work/Containerfile.pause"
   Buildah build --layers=false -f "$work/Containerfile.pause" -t skyproxy.local/pause:1 "$work"
-  # The torch of the tests' environment, from where that one came.
-  for image in operator worker; do
-    Buildah build --layers --network host --pull-never "${volumes[@]}" \
-      --build-arg "TORCH=torch==$("$python" -c 'import importlib.metadata as m; print(m.version("torch"))')" \
-      --build-arg "TORCH_INDEX=${TORCH_INDEX:-$("$python" -c 'from pip._internal.models.index import PyPI; print(PyPI.simple_url)')}" \
-      -f "$work/context/manifests/images/Containerfile.$image" -t "ghcr.io/skyproxy/$image:0.1.0" "$work/context"
-  done
+  build_image operator
+  build_image worker
   for image in skyproxy.local/pause:1 ghcr.io/skyproxy/operator:0.1.0 ghcr.io/skyproxy/worker:0.1.0; do
     Buildah push --quiet "$image" "docker-archive:$work/images/$(basename "${image%:*}").tar:$image"
     Buildah rmi "$image" >/dev/null # its layers are a gigabyte, and stay in the store below
@@ -130,8 +161,13 @@ CONF
 build() {
   configure
   make_base
-  make_images
-  make_store
+  if [[ -n $for_engine ]]; then
+    configure_podman
+    build_image worker
+  else
+    make_images
+    make_store
+  fi
 }
 
 finish() { # ends the build with all that it started
@@ -145,13 +181,15 @@ exec 9>"$target/.lock"
 flock 9
 # A change of how images are made, and not only of what they are made of, is another version.
 key="1 $(context | sha256sum | cut -d' ' -f1)"
-if [[ $(cat "$target/key" 2>/dev/null) != "$key" || ! -d $target/store ]]; then
+product=$target/store
+[[ -z $for_engine ]] || product=$target
+if [[ $(cat "$target/key$for_engine" 2>/dev/null) != "$key" || ! -d $product ]]; then
   require
   trap finish EXIT
   trap 'exit 130' INT TERM
   work=$(mktemp -d "$target/work.XXXXXX")
   echo "building images in $target; this takes minutes" >&2
-  rm -f "$target/key"
+  rm -f "$target/key$for_engine"
   set -m # in a group of its own
   build </dev/null >"$target/build.log" 2>&1 9>&- &
   builder=$!
@@ -162,6 +200,6 @@ if [[ $(cat "$target/key" 2>/dev/null) != "$key" || ! -d $target/store ]]; then
     exit 1
   fi
   unset builder
-  echo "$key" >"$target/key"
+  echo "$key" >"$target/key$for_engine"
 fi
-echo "$target/store"
+echo "$product"

@@ -13,9 +13,9 @@ import torch
 
 from skyproxy.errors import FunctionCrashedError
 from skyproxy.settings import Settings
-from skyproxy_server.control_channel import Channel, ChannelClosedError
-from skyproxy_server.endings import Ending
-from skyproxy_server.functions.events import Event, Events
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
+from skyproxy_server.endings import ProcessEnding
+from skyproxy_server.functions.events import Events, OutgoingEvent
 from skyproxy_server.functions.isolated_call import IsolatedCall
 from skyproxy_server.functions.lent_tensors import LentTensors
 from skyproxy_server.functions.memory_files import make_memory_file, write_pieces
@@ -26,18 +26,18 @@ if not are_sessions_separable():
 
 TASK: dict[str, Any] = {"tensors": [], "bases": []}
 SETTINGS = Settings(max_payload_bytes=1 << 20)
-Peer = Callable[[Channel], None]
+Peer = Callable[[ControlChannel], None]
 
 
 class FakeProcess:
     """A process that is a thread of this one; it ends when its function has."""
 
     def __init__(self, peer: Peer) -> None:
-        self.channel, theirs = Channel.pair()
+        self.channel, theirs = ControlChannel.pair()
         self.out, self._out = os.pipe()
         self.err, self._err = os.pipe()
         self.killed = self.given_back = False
-        self._theirs = Channel(theirs)
+        self._theirs = ControlChannel(theirs)
         self._thread = threading.Thread(target=self._run, args=(peer,), daemon=True)
         self._thread.start()
 
@@ -53,10 +53,10 @@ class FakeProcess:
         self.killed = True
         self._theirs.close()
 
-    def ending(self) -> Ending:
+    def ending(self) -> ProcessEnding:
         self._thread.join(60)
         assert not self._thread.is_alive()
-        return Ending(signal_number=9)
+        return ProcessEnding(signal_number=9)
 
     def close(self) -> None:
         self.channel.close()
@@ -95,10 +95,10 @@ class FakeCaller:
 
     def __init__(self) -> None:
         self.events = Events(self.identity, SETTINGS)
-        self.told: list[Event] = []
+        self.told: list[OutgoingEvent] = []
         self.events.attach(self, 0)
 
-    def send_event(self, call: str, event: Event) -> None:
+    def send_event(self, call: str, event: OutgoingEvent) -> None:
         self.told.append(event)
 
     def has_run(self) -> None:
@@ -111,7 +111,7 @@ class FakeCaller:
         return not self.events.ended
 
 
-def heard(channel: Channel) -> None:
+def heard(channel: ControlChannel) -> None:
     """Read what begins the call."""
     message, files = channel.receive()
     for _ in range(message["files"]):
@@ -120,7 +120,7 @@ def heard(channel: Channel) -> None:
         os.close(file)
 
 
-def say(channel: Channel, kind: str = "result", pieces: tuple[bytes, ...] = (b"x",), **head: object) -> None:
+def say(channel: ControlChannel, kind: str = "result", pieces: tuple[bytes, ...] = (b"x",), **head: object) -> None:
     told = {"value": {}, "count": len(pieces), "sizes": [len(piece) for piece in pieces], "random": [], **head}
     packed = msgpack.packb(told, use_bin_type=True)
     file = write_pieces([packed, *pieces])
@@ -139,7 +139,7 @@ def run(peer: Peer) -> tuple[FakeCaller, FakeNursery, FakeLoan]:
 
 
 def test_a_result_is_passed_on_as_the_bytes_that_it_is() -> None:
-    def peer(channel: Channel) -> None:
+    def peer(channel: ControlChannel) -> None:
         heard(channel)
         say(channel, pieces=(b"one", b"two"))
         channel.receive()
@@ -148,27 +148,27 @@ def test_a_result_is_passed_on_as_the_bytes_that_it_is() -> None:
     assert (event.kind, [bytes(piece) for piece in event.pieces or ()]) == ("result", [b"one", b"two"])
 
 
-def leaves_before_it_hears(channel: Channel) -> None:
+def leaves_before_it_hears(channel: ControlChannel) -> None:
     channel.close()
 
 
-def leaves_when_it_has_heard(channel: Channel) -> None:
+def leaves_when_it_has_heard(channel: ControlChannel) -> None:
     heard(channel)
 
 
-def leaves_while_it_speaks(channel: Channel) -> None:
+def leaves_while_it_speaks(channel: ControlChannel) -> None:
     heard(channel)
     channel.send({"kind": "stream", "number": 1, "head": 9})
 
 
-def speaks_nonsense(channel: Channel) -> None:
+def speaks_nonsense(channel: ControlChannel) -> None:
     heard(channel)
     channel.send({"kind": "take-over"})
     channel.receive()
 
 
 def says(**head: object) -> Peer:
-    def peer(channel: Channel) -> None:
+    def peer(channel: ControlChannel) -> None:
         heard(channel)
         say(channel, **head)  # type: ignore[arg-type]
         while True:
@@ -177,7 +177,7 @@ def says(**head: object) -> Peer:
     return peer
 
 
-def sends_a_short_file(channel: Channel) -> None:
+def sends_a_short_file(channel: ControlChannel) -> None:
     heard(channel)
     file = make_memory_file(4)
     channel.send({"kind": "result", "number": 1, "head": 4000}, [file])
@@ -185,7 +185,7 @@ def sends_a_short_file(channel: Channel) -> None:
     channel.receive()
 
 
-def sends_too_much(channel: Channel) -> None:
+def sends_too_much(channel: ControlChannel) -> None:
     heard(channel)
     file = make_memory_file(SETTINGS.max_payload_bytes + 1)
     channel.send({"kind": "result", "number": 1, "head": 4}, [file])
@@ -193,7 +193,7 @@ def sends_too_much(channel: Channel) -> None:
     channel.receive()
 
 
-def prints_no_text(channel: Channel) -> None:
+def prints_no_text(channel: ControlChannel) -> None:
     heard(channel)
     channel.send({"kind": "output", "stream": "stdout", "text": 3})
     channel.receive()
@@ -234,7 +234,7 @@ def test_a_process_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("skyproxy_server.functions.isolated_call._STOP_SECONDS", 0.05)
     here = threading.Event()
 
-    def peer(channel: Channel) -> None:
+    def peer(channel: ControlChannel) -> None:
         heard(channel)
         here.set()
         while True:
@@ -253,7 +253,7 @@ def test_a_process_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_call_that_was_given_up_before_it_began_says_nothing_to_its_process() -> None:
-    def peer(channel: Channel) -> None:
+    def peer(channel: ControlChannel) -> None:
         with pytest.raises(ChannelClosedError):
             channel.receive()
 

@@ -14,7 +14,7 @@ from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions import registry
-from skyproxy_server.functions.events import Event
+from skyproxy_server.functions.events import OutgoingEvent
 from skyproxy_server.functions.registry import Calls
 
 DEVICES = [{"type": "cpu", "index": 0, "name": "cpu"}]
@@ -29,7 +29,7 @@ class Caller:
         self.ended: dict[str, threading.Event] = {}
         self.broken = False
 
-    def send_event(self, call: str, event: Event) -> None:
+    def send_event(self, call: str, event: OutgoingEvent) -> None:
         if self.broken:
             raise SessionLostError("cut")
         self.events.append((call, event.number, event.kind, event.value))
@@ -205,7 +205,7 @@ def test_who_has_a_result_may_make_the_next_call_in_the_same_breath() -> None:
     calls, second = make_calls(max_calls=1), Caller()
 
     class Hasty(Caller):
-        def send_event(self, call: str, event: Event) -> None:
+        def send_event(self, call: str, event: OutgoingEvent) -> None:
             if event.kind in LAST:
                 start(calls, second, call + " again", abs, -1)
             super().send_event(call, event)
@@ -307,7 +307,7 @@ class SlowCaller(Caller):
         self.is_full = threading.Event()
         self.reads = threading.Event()
 
-    def send_event(self, call: str, event: Event) -> None:
+    def send_event(self, call: str, event: OutgoingEvent) -> None:
         if event.kind in LAST:
             self.is_full.set()
             assert self.reads.wait(60)

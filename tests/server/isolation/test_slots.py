@@ -12,12 +12,12 @@ from skyproxy_server.limits import are_sessions_separable
 if not are_sessions_separable():
     pytest.skip("session processes need Linux", allow_module_level=True)
 
-from skyproxy_server.isolation.slots import OVER, SLOT_BOUNDS, SLOT_BYTES, SLOTS, Slots, mapped, new_memory
+from skyproxy_server.isolation.slots import OVER, SLOT_BOUNDS, SLOT_BYTES, SLOTS, ConnectionSlots, mapped, new_memory
 
 
 def test_what_the_process_writes_is_seen_and_gone_for_the_next_connection() -> None:
     memory = new_memory()
-    slots, process = Slots(mapped(memory)), memoryview(mapped(memory))
+    slots, process = ConnectionSlots(mapped(memory)), memoryview(mapped(memory))
     os.close(memory)
     taken = {slots.take() for _ in range(SLOTS)}
     assert taken == set(range(SLOTS))

@@ -19,7 +19,7 @@ if not are_sessions_separable():
 
 from skyproxy_server.auth import OWNER, Identity
 from skyproxy_server.blobs import BlobStore
-from skyproxy_server.control_channel import Channel, ChannelClosedError
+from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.isolation.uploads import SealedFolderBackend, SealedMemoryBackend, SharedUploads, UploadDesk
 
 SIZE = 10_000
@@ -37,9 +37,9 @@ class Session:
     """A session's side and its desk, which answers on a thread of its own."""
 
     def __init__(self, store: BlobStore, name: str = "session", client: Identity = OWNER) -> None:
-        self.ours, theirs = Channel.pair()
+        self.ours, theirs = ControlChannel.pair()
         self.desk = UploadDesk(store, name, client)
-        self.uploads = SharedUploads(Channel(theirs), store.max_bytes)
+        self.uploads = SharedUploads(ControlChannel(theirs), store.max_bytes)
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()
 
@@ -183,9 +183,9 @@ def test_what_is_found_cannot_be_written(store: BlobStore, session: Session) -> 
 )
 def test_a_malformed_question_is_an_error_of_the_asker(question: dict[str, object]) -> None:
     store = BlobStore(SIZE, SealedMemoryBackend())
-    ours, theirs = Channel.pair()
+    ours, theirs = ControlChannel.pair()
     try:
-        Channel(theirs).send(question)
+        ControlChannel(theirs).send(question)
         with pytest.raises((KeyError, TypeError, ValueError)):
             UploadDesk(store, "x").answer(ours)
     finally:
@@ -210,7 +210,7 @@ def test_a_changed_file_is_not_given_out(tmp_path: Path) -> None:
 def test_a_supervisor_that_is_silent_costs_uploads_and_nothing_else() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
-    uploads = SharedUploads(Channel(theirs), SIZE)
+    uploads = SharedUploads(ControlChannel(theirs), SIZE)
     writing = uploads.start(SIZE, "")
     assert writing is not None
     writing.write(0, memoryview(b"x"))

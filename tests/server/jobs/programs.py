@@ -11,7 +11,7 @@ from skyproxy.functions.scripts import Script
 from skyproxy.jobs.documents import script_document
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy_server.auth import Identity
-from skyproxy_server.jobs.job import Job
+from skyproxy_server.jobs.job import WorkerJob
 from skyproxy_server.jobs.store import Jobs
 
 ME = Identity("me")
@@ -34,7 +34,7 @@ def payload_of(folder: Path, text: str, *args: str) -> bytes:
     return script_document(Script(target=str(path), args=args, folder=str(folder), directory=str(folder)), None)
 
 
-def submit(jobs: Jobs, payload: bytes, client: Identity = ME, **asked: Any) -> Job:
+def submit(jobs: Jobs, payload: bytes, client: Identity = ME, **asked: Any) -> WorkerJob:
     """Start a job as a client's connection does."""
     wanted = {"name": f"job{next(_numbers)}", "kind": "script", "title": "a job", **asked}
     incoming = jobs.begin(client, {**wanted, "payload_bytes": len(payload)})
@@ -42,12 +42,12 @@ def submit(jobs: Jobs, payload: bytes, client: Identity = ME, **asked: Any) -> J
     return jobs.start(incoming)
 
 
-def text_of(job: Job) -> str:
+def text_of(job: WorkerJob) -> str:
     """All that it has printed."""
     return job.log.read(0, 1 << 20)[1].decode()
 
 
-def wait_for_text(job: Job, text: str) -> None:
+def wait_for_text(job: WorkerJob, text: str) -> None:
     """Wait until it has printed this."""
     offset = 0
     for _ in range(int(PATIENCE_SECONDS)):

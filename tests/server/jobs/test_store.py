@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skyproxy.errors import ConfigurationError, LimitExceededError
-from skyproxy_server.jobs.job import Job
+from skyproxy_server.jobs.job import WorkerJob
 from skyproxy_server.jobs.records import (
     CANCELLED,
     FAILED,
@@ -58,7 +58,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     store.close()
 
 
-def ended(job: Job) -> Job:
+def ended(job: WorkerJob) -> WorkerJob:
     assert job.wait(PATIENCE_SECONDS)
     return job
 
@@ -213,12 +213,12 @@ def test_a_revoked_tokens_jobs_end(jobs: Jobs, tmp_path: Path) -> None:
 
 def test_a_worker_with_a_running_job_is_not_idle(jobs: Jobs, tmp_path: Path) -> None:
     job = submit(jobs, payload_of(tmp_path, LONG))
-    report = jobs.counted({"idle_seconds": 500.0, "sessions": 0})
+    report = jobs.add_jobs_to({"idle_seconds": 500.0, "sessions": 0})
     assert (report["jobs_running"], report["idle_seconds"], report["sessions"]) == (1, 0.0, 0)
     job.stop(CANCELLED)
     ended(job)
-    assert jobs.counted({"idle_seconds": 500.0})["jobs_running"] == 0
-    assert jobs.counted({"idle_seconds": 0.0})["idle_seconds"] == 0.0
+    assert jobs.add_jobs_to({"idle_seconds": 500.0})["jobs_running"] == 0
+    assert jobs.add_jobs_to({"idle_seconds": 0.0})["idle_seconds"] == 0.0
 
 
 def test_the_processes_of_jobs_are_known(jobs: Jobs, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy.errors import SnapshotError
 from skyproxy.protocol.messages import Failure, Reply
 from skyproxy.settings import SETTINGS
 from skyproxy.snapshots.folder import SnapshotFolder
@@ -143,6 +144,20 @@ def test_a_storage_that_was_made_too_small_is_not_read(session: Session, tmp_pat
         assert not isinstance(other.sent[-1], Failure)
 
 
+def test_no_document_gives_a_storage_memory_that_nobody_wrote(session: Session, tmp_path: Path) -> None:
+    from skyproxy_server.snapshots import capture, restore
+
+    session.put(s1=torch.ones(100))
+    session.run(DO, "resize_storage", [1, 0])
+    captured = capture.capture(session.state)
+    ((storage, former),) = captured.document["shrunk"]
+    forged = {**captured.document, "shrunk": [[storage, 200], [storage, former]]}
+    with Session(tmp_path, ops=False) as other:
+        with pytest.raises(SnapshotError, match="smaller twice"):
+            restore.restore(other.state, forged, captured.storages, 100)
+        assert restore.is_empty(other.state)
+
+
 def test_graphs_come_back_and_are_replayed(session: Session, tmp_path: Path) -> None:
     session.put(s1=torch.ones(2), s2=torch.full((2,), 10.0))
     two = encode_description(describe(torch.zeros(2)))
@@ -261,6 +276,17 @@ def test_a_name_belongs_to_the_session_that_wrote_last(session: Session, tmp_pat
         assert later.call("save_snapshot", "s")["snapshot"] == "2"
         assert "another session writes" in session.call("save_snapshot", "s")["message"]
         assert session.call("save_snapshot", "t")["snapshot"] == "1"
+
+
+def test_who_deletes_one_of_its_snapshots_does_not_take_the_name_back_later(session: Session, tmp_path: Path) -> None:
+    session.call("save_snapshot", "s")
+    session.call("save_snapshot", "s")
+    assert session.call("delete_snapshot", "s", "2")
+    with Session(tmp_path) as later:
+        assert later.call("save_snapshot", "s")["snapshot"] == "2"
+        assert "another session writes" in session.call("save_snapshot", "s")["message"]
+        assert session.call("delete_snapshot", "s")
+        assert session.call("save_snapshot", "s")["snapshot"] == "1"  # of a name that nobody had any more
 
 
 def test_tokens_do_not_see_each_other(session: Session, tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Volume]:
 
 class Nobody:
     identity = "somebody"
-    is_detached = is_deserted = is_leaving = False
+    is_detached = is_leaving = False
+    deserted_seconds = None
 
     def take_away(self, reason: str, timeout_seconds: float) -> bool:
         return True

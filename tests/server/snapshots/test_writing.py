@@ -188,6 +188,15 @@ def test_memory_of_copies_that_were_written_is_used_again() -> None:
     assert buffers.take(10).numel() == 10
 
 
+def test_a_buffer_that_was_not_filled_to_the_last_byte_is_used_again() -> None:
+    buffers = CopyBuffers(1 << 30, WAIT_SECONDS)
+    first = buffers.take(buffers.buffer_bytes - 5)
+    place = first.data_ptr()
+    buffers.give_back(first)
+    again = buffers.take(buffers.buffer_bytes - 9)
+    assert (again.data_ptr(), again.numel()) == (place, buffers.buffer_bytes)
+
+
 def test_storages_of_all_sizes_share_buffers(tmp_path: Path) -> None:
     sizes = [0, 1, 3_000_000, 5 << 20, 7, 33 << 20, 100, 4 << 20]
     tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]

@@ -11,9 +11,9 @@ from skyproxy.tensor.core import torch_private
 
 def test_a_missing_name_is_told_with_the_versions_that_have_it() -> None:
     with pytest.raises(ConfigurationError, match=r"lacks a part .*_not_there.*was tested with torch"):
-        with torch_private.needed():
+        with torch_private.explain_missing_names():
             torch._C._not_there  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match="_gone"), torch_private.needed():
+    with pytest.raises(ConfigurationError, match="_gone"), torch_private.explain_missing_names():
         from torch import _gone  # type: ignore[attr-defined]  # noqa: F401
 
 

@@ -204,6 +204,7 @@ def _stranger_cases() -> Iterator[Case]:
                 yield name, (a, dim, keep), {}
             yield "kthvalue", (a, 1, dim, keep), {}
             yield "aminmax", (a,), {"dim": dim, "keepdim": keep}
+        yield "squeeze.dims", (a, []), {}
         for dim in range(-3, 3):
             for name in ("cummax", "logcumsumexp"):
                 yield name, (a, dim), {}
@@ -263,6 +264,17 @@ def test_rule_says_what_pytorch_does(name: str) -> None:
         if problem is not None:
             shown = [(tuple(a.shape), a.stride()) if isinstance(a, torch.Tensor) else a for a in args]
             wrong.append(f"{name}{shown} {kwargs}: {problem}")
+    assert not wrong, f"{len(wrong)} of {len(_BY_NAME[name])}:\n" + "\n".join(wrong[:8])
+
+
+@pytest.mark.parametrize("name", sorted(_BY_NAME))
+def test_rule_says_nothing_wrong_of_tensors_with_a_negative_bit(name: str) -> None:
+    wrong = []
+    for _, args, kwargs in _BY_NAME[name]:
+        if not isinstance(args[0], torch.Tensor) or args[0].dtype is torch.bool:
+            continue  # has no negative
+        if mismatch(name, (torch._neg_view(args[0]), *args[1:]), kwargs) is not None:
+            wrong.append(f"{name}{[getattr(a, 'shape', a) for a in args]} {kwargs}")
     assert not wrong, f"{len(wrong)} of {len(_BY_NAME[name])}:\n" + "\n".join(wrong[:8])
 
 

@@ -435,3 +435,36 @@ def test_inference_mode_makes_inference_tensors(sky1: str) -> None:
     torch.testing.assert_close(z, torch.nn.functional.linear(expected, expected).softmax(-1))
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
         (y * x.clone().requires_grad_()).sum()
+
+
+_IN_PLACE: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "add a number": lambda items: torch._foreach_add_(items, 1.0),
+    "add a list": lambda items: torch._foreach_add_(items, [torch.ones_like(item) for item in items]),
+    "multiply by a list of numbers": lambda items: torch._foreach_mul_(items, [2.0] * len(items)),
+    "copy": lambda items: torch._foreach_copy_(items, [torch.zeros_like(item) for item in items]),
+    "zero": torch._foreach_zero_,
+    "square root": torch._foreach_sqrt_,
+    "lerp": lambda items: torch._foreach_lerp_(items, [torch.zeros_like(item) for item in items], 0.5),
+    "optimizer": lambda items: _step(items),
+}
+
+
+def _step(items: list[torch.Tensor]) -> None:
+    parameters = [item.detach() for item in items]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(parameters, lr=0.1, foreach=True).step()
+
+
+@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.parametrize("change", _IN_PLACE)
+def test_what_a_list_op_changes_in_place_is_not_taken_for_what_backward_saved(
+    change: str, count: int, sky1: str
+) -> None:
+    for _ in range(2):  # the second time the op is known
+        x = _input(sky1, 3).requires_grad_()
+        saved = [x.exp() for _ in range(count)]
+        with torch.no_grad():
+            _IN_PLACE[change](saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved[-1].sum().backward()

@@ -261,25 +261,44 @@ def test_a_compiled_function_runs_under_the_modes_of_its_call(sky: str) -> None:
         assert torch.equal(compiled(remote).cpu(), MATRIX @ MATRIX)
 
 
-def test_a_graph_is_replayed_under_the_modes_of_its_capture(sky: str) -> None:
+def _set_precision(lower: bool) -> None:
+    mkldnn.matmul.fp32_precision = "bf16" if lower else "none"
+
+
+@pytest.mark.parametrize(
+    ("switch", "operation"),
+    [
+        pytest.param(_set_precision, lambda t: t @ t, id="precision"),
+        # Looked up when it is called, for the first device replaces it.
+        pytest.param(lambda on: torch.set_flush_denormal(on), lambda t: t * 1e-39, id="denormal numbers"),
+    ],
+)
+def test_a_graph_is_replayed_under_the_modes_of_its_capture(
+    switch: Callable[[bool], object], operation: Callable[[torch.Tensor], torch.Tensor], sky: str
+) -> None:
     remote = MATRIX.to(sky)
-    exact = MATRIX @ MATRIX
-    mkldnn.matmul.fp32_precision = "bf16"
-    rough = MATRIX @ MATRIX
+    switch(False)  # whatever was before
+    exact = operation(MATRIX)
+    switch(True)
+    rough = operation(MATRIX)
+    if switch is _set_precision and torch.equal(rough, exact):
+        pytest.skip("this processor has no instructions for products in bfloat16")
     assert not torch.equal(rough, exact)
-    _ = remote @ remote
+    _ = operation(remote)
     graph = torch.sky.SkyGraph()
     with torch.sky.graph(graph):
-        first = remote @ remote
-        mkldnn.matmul.fp32_precision = "none"
-        second = remote @ remote
-    assert torch.equal((remote @ remote).cpu(), exact)  # what was set inside counts after the capture, too
-    for precision in ("none", "bf16"):
-        mkldnn.matmul.fp32_precision = precision
+        first = operation(remote)
+        switch(False)
+        second = operation(remote)
+    assert torch.equal(operation(remote).cpu(), exact)  # what was set inside counts after the capture, too
+    for lower in (False, True):
+        switch(lower)
         graph.replay()
-        assert torch.equal(first.cpu(), rough)
-        assert torch.equal(second.cpu(), exact)
-        assert torch.equal((remote @ remote).cpu(), MATRIX @ MATRIX)
+        replayed, expected = operation(remote), operation(MATRIX)
+        found = [each.cpu() for each in (first, second, replayed)]
+        switch(False)  # comparing flushes, too
+        for ours, theirs in zip(found, (rough, exact, expected), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_a_capture_that_is_given_up_leaves_the_modes_that_were_set_in_it(sky: str) -> None:

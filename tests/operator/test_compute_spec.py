@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from skyproxy.errors import ConfigurationError
-from skyproxy_operator.worker_spec import WorkerSpec, problems
+from skyproxy_operator.compute_spec import ComputeSpec, problems
 
 VOLUME = {"name": "cache", "storage": "10Gi", "path": "/cache"}
 
 
 def test_an_empty_spec_is_a_worker() -> None:
-    spec = WorkerSpec.parse("dev", {})
-    assert spec == WorkerSpec()
+    spec = ComputeSpec.parse("dev", {})
+    assert spec == ComputeSpec()
     assert (spec.nodes, list(spec.ports), spec.accelerators, spec.idle_timeout_seconds) == (1, [8765], {}, None)
 
 
 def test_everything_is_parsed() -> None:
-    spec = WorkerSpec.parse(
+    spec = ComputeSpec.parse(
         "dev",
         {
             "image": "i",
@@ -94,13 +94,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("spec", "message"), BAD)
 def test_what_cannot_work_is_refused_with_a_reason(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        WorkerSpec.parse("dev", spec)
+        ComputeSpec.parse("dev", spec)
 
 
 @pytest.mark.parametrize("name", ["1dev", "Dev", "dev-", "a.b", "", "d" * 51])
 def test_names_of_which_no_service_can_be_made_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"metadata\.name"):
-        WorkerSpec.parse(name, {})
+        ComputeSpec.parse(name, {})
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -141,27 +141,27 @@ OTHER_PODS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_pods_stay(change: dict[str, Any]) -> None:
-    assert WorkerSpec.parse("dev", change).pod_hash() == WorkerSpec().pod_hash()
+    assert ComputeSpec.parse("dev", change).pod_hash() == ComputeSpec().pod_hash()
 
 
 @pytest.mark.parametrize("change", OTHER_PODS)
 def test_pods_are_made_again(change: dict[str, Any]) -> None:
-    assert WorkerSpec.parse("dev", change).pod_hash() != WorkerSpec().pod_hash()
+    assert ComputeSpec.parse("dev", change).pod_hash() != ComputeSpec().pod_hash()
 
 
 def test_what_becomes_of_a_volume_later_is_nothing_to_pods() -> None:
-    before = WorkerSpec.parse("dev", {"volumes": [VOLUME]})
-    after = WorkerSpec.parse("dev", {"volumes": [{**VOLUME, "storage": "20Gi", "reclaimPolicy": "Retain"}]})
+    before = ComputeSpec.parse("dev", {"volumes": [VOLUME]})
+    after = ComputeSpec.parse("dev", {"volumes": [{**VOLUME, "storage": "20Gi", "reclaimPolicy": "Retain"}]})
     assert before.pod_hash() == after.pod_hash()
 
 
 def test_a_default_that_is_written_down_makes_no_other_pods() -> None:
     written = {"nodes": 1, "procsPerNode": 1, "port": 8765, "sharedMemory": "2Gi", "suspend": False}
-    assert WorkerSpec.parse("dev", written).pod_hash() == WorkerSpec().pod_hash()
+    assert ComputeSpec.parse("dev", written).pod_hash() == ComputeSpec().pod_hash()
 
 
 def test_the_hash_stays_the_same_over_versions() -> None:
     # Another value here means that an upgrade of the operator ends every running worker.
     spec = {"image": "i", "nodes": 2, "env": [{"name": "A", "value": "b"}], "volumes": [VOLUME]}
-    assert WorkerSpec().pod_hash() == "44136fa355b3678a"
-    assert WorkerSpec.parse("dev", spec).pod_hash() == "8cb46566be0bd0bc"
+    assert ComputeSpec().pod_hash() == "44136fa355b3678a"
+    assert ComputeSpec.parse("dev", spec).pod_hash() == "8cb46566be0bd0bc"

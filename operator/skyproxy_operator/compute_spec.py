@@ -38,7 +38,7 @@ SNAPSHOTS_FOLDER = "/var/lib/skyproxy-snapshots"
 
 
 @dataclass(frozen=True)
-class Volume:
+class ComputeVolume:
     """Storage that outlives the pods."""
 
     name: str
@@ -149,7 +149,7 @@ class SpecItem(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
+class ComputeSpec:
     """A checked spec. Fields keep the form that pods have for them where nothing has to be known about them."""
 
     image: str | None = None
@@ -157,7 +157,7 @@ class WorkerSpec:
     nodes: int = 1
     procs_per_node: int = 1
     port: int = 8765
-    volumes: tuple[Volume, ...] = ()
+    volumes: tuple[ComputeVolume, ...] = ()
     env: tuple[VariableItem, ...] = ()
     env_from: tuple[Mapping[str, object], ...] = ()
     command: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ class WorkerSpec:
     gateway: Gateway | None = field(default=None, metadata={"pod": False})
 
     @classmethod
-    def parse(cls, name: str, spec: SpecItem) -> WorkerSpec:
+    def parse(cls, name: str, spec: SpecItem) -> ComputeSpec:
         """The spec of the Compute called `name`.
 
         Raises:
@@ -248,7 +248,7 @@ class WorkerSpec:
 
         Fields with their default do not count: a later version with more fields must not end running workers.
         """
-        default = WorkerSpec()
+        default = ComputeSpec()
         made_of = {
             item.name: getattr(self, item.name)
             for item in fields(self)
@@ -343,8 +343,8 @@ def _template_problems(template: Mapping[str, object]) -> Iterator[str]:
         yield from form_problems(template, "spec.podTemplate")
 
 
-def _volume(item: VolumeItem, nodes: int) -> Volume:
-    return Volume(
+def _volume(item: VolumeItem, nodes: int) -> ComputeVolume:
+    return ComputeVolume(
         name=item["name"],
         storage=str(item["storage"]),
         path=item["path"],

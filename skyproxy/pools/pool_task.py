@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from skyproxy.functions.call import Call
 
 
-class Job:
-    """A call on its way.
+class PoolTask:
+    """A call on its way through a pool, from its caller to the process that runs it.
 
     Attributes:
         rank: where it runs, or must run; None as long as any process will do.
@@ -78,7 +78,7 @@ class StreamItems:
         except BaseException:
             self.close()
             raise
-        self.reader = whoever_calls()
+        self.reader = current_caller()
         return item
 
     @property
@@ -96,13 +96,13 @@ class StreamItems:
         self.close()
 
 
-def whoever_calls() -> object:
+def current_caller() -> object:
     """The running task, or the thread where there is none."""
     try:
-        task = asyncio.current_task()
+        running = asyncio.current_task()
     except RuntimeError:
-        task = None
-    return threading.get_ident() if task is None else task
+        running = None
+    return threading.get_ident() if running is None else running
 
 
 def closed_error() -> ConfigurationError:
@@ -110,6 +110,6 @@ def closed_error() -> ConfigurationError:
     return ConfigurationError("this pool is not running. Calls are made inside its `with` block.")
 
 
-def lost_rank(job: Job) -> SessionLostError:
+def lost_rank(task: PoolTask) -> SessionLostError:
     """The error for a call that only one process could run, which is gone."""
-    return SessionLostError(f"rank {job.pinned} was lost while {job.name} waited for it.")
+    return SessionLostError(f"rank {task.pinned} was lost while {task.name} waited for it.")

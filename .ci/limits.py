@@ -1,0 +1,46 @@
+"""Commands that end within a limit, with every process that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+
+def run_limited(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    limit_seconds: float,
+    folder: Path,
+    output: IO[str] | None = None,
+) -> int | None:
+    """Run a command in a process group of its own, which ends with it.
+
+    Args:
+        variables: its whole environment.
+        folder: where it runs.
+        output: where what it prints goes; by default where this process prints.
+
+    Returns:
+        Its exit status; None where the limit ended it.
+    """
+    errors = None if output is None else subprocess.STDOUT
+    process = subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=errors, start_new_session=True)
+    try:
+        return process.wait(limit_seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # Pytest's processes and workers go, too; an interrupt does not reach them by itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def session_timeout(limit_seconds: float) -> str:
+    """Return the option by which pytest notices the time itself, and still writes its report of what ran."""
+    return f"--session-timeout={limit_seconds * 0.95:.0f}"

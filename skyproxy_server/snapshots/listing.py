@@ -1,0 +1,38 @@
+"""The snapshots that lie in a place, as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from skyproxy.errors import SnapshotError
+from skyproxy.snapshots.folder import SnapshotFolder
+from skyproxy.snapshots.stores import FileStore
+
+
+def list_rows(
+    root: FileStore, name: str = "", note_progress: Callable[[], object] = lambda: None
+) -> list[dict[str, object]]:
+    """Return a row for each snapshot, the newest of a name first; "trouble" says why one cannot be read.
+
+    Args:
+        root: the place of a token.
+        name: of which snapshots; empty for all.
+        note_progress: called with each name.
+    """
+    rows: list[dict[str, object]] = []
+    for each in [name] if name else sorted(_names(root)):
+        folder = SnapshotFolder(root.child(each))
+        note_progress()
+        for number in folder.numbers():
+            try:
+                rows.append(folder.row(number))
+            except (OSError, SnapshotError, TypeError, ValueError) as error:
+                rows.append({"name": each, "snapshot": str(number), "trouble": str(error)})
+    return rows
+
+
+def _names(root: FileStore) -> list[str]:
+    try:
+        return [name for name in root.places() if not name.startswith(".")]
+    except OSError:
+        return []
