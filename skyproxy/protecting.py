@@ -148,8 +148,6 @@ def protect(
 def _protect(node: Node, policy: Protected, new_worker: NewWorker | None) -> None:
     session, opener = node._session, node._opener
     session.check()
-    if session.protection is not None:
-        raise ConfigurationError("this session is protected already. End that first: protected.stop()")
     if opener is None or not session.welcome.limits.get("snapshots"):
         raise ConfigurationError(
             f"the worker at {node.url} keeps no snapshots. Start it with --snapshots FOLDER, on a volume that outlives "
@@ -157,8 +155,15 @@ def _protect(node: Node, policy: Protected, new_worker: NewWorker | None) -> Non
         )
     settings = session.settings
     log = BatchLog(settings.max_log_bytes, settings.max_frame_bytes)
-    session.protect(log, secrets.token_hex(16), Successor(node, new_worker), policy.every_seconds, policy.every_steps)
-    made = node._session.protection
+    successor = Successor(node, new_worker)
+    with session.protecting:
+        session.wait_until_awake()
+        before = session.protection
+        if before is not None and not before.is_passing:
+            raise ConfigurationError("this session is protected already. End that first: protected.stop()")
+        session.unprotect()  # what only a suspension needed
+        session.protect(log, secrets.token_hex(16), successor, policy.every_seconds, policy.every_steps)
+    made = session.protection
     if new_worker is not None and made is not None:
         made.patience_seconds = settings.takeover_seconds
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from skyproxy.errors import RemoteError, SessionLostError, SkyproxyError, visible
-from skyproxy.protocol.messages import Pong
+from skyproxy.protocol.messages import Pong, Welcome
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.protection import OpenAnew, Protection
 from skyproxy.settings import Settings
@@ -28,7 +28,9 @@ class LeavingSession(Protocol):
     """A session, as far as its leave from a worker goes."""
 
     protection: Protection | None
+    protecting: threading.Lock
     settings: Settings
+    welcome: Welcome
     open_anew: OpenAnew | None
 
     @property
@@ -90,11 +92,17 @@ class WorkerEndHandler:
         if session.open_anew is None:
             raise SkyproxyError("it was made without a way to open another one")
         session.post_bulk(Pong(0, {LEAVING: 1}))
-        protection = session.protection
-        if protection is not None and protection.suspension.is_on:
-            return
-        while not self._is_suspended_by(self._sequence_of_snapshot(until), until):
-            pass  # a function was called after the snapshot
+        worker = session.welcome
+        if not session.protecting.acquire(timeout=max(until - time.monotonic(), 0.0)):
+            raise SkyproxyError("it was never between two snapshots")
+        try:
+            protection = session.protection
+            if session.welcome is not worker or (protection is not None and protection.is_suspended):
+                return  # it has moved, or has been told before
+            while not self._is_suspended_by(self._sequence_of_snapshot(until), until):
+                pass  # a function was called after the snapshot
+        finally:
+            session.protecting.release()
         _say(
             "the worker is about to end, so this session is suspended: its tensors are on the worker's volume. The "
             "next operation brings it back."

@@ -134,7 +134,8 @@ class NodeMoves:
         opened = target.open_session()
         try:
             check_fits(session.welcome, opened.welcome)
-            self._move(opener, target, opened)
+            with session.protecting:
+                self._move(opener, target, opened)
         except BaseException:
             opened.operations.close()
             opened.bulk.close()

@@ -64,6 +64,7 @@ class Session(Requests):
         at_end: called with the reason when the session is over.
         explain_end: how the worker's process ended, and the end of its log; None while it lives, or where nobody knows.
         protection: has another worker go on where this one ends; None where the session ends then.
+        protecting: held by who begins a protection, or needs the one that there is for as long as something takes.
         open_anew: finds another worker; None where nobody can.
     """
 
@@ -108,7 +109,7 @@ class Session(Requests):
         offers = UploadDedup.agreed(welcome, settings)
         super().__init__(
             settings,
-            Recorder(self._send_batch, self._count_unacked, settings, self._wait_for_outcome),
+            Recorder(self._send_batch, lambda: self.queue, settings, self._wait_for_outcome),
             UploadQueue(first_link, settings.chunk_bytes, settings.show_progress, offers, lasting=is_lasting),
         )
         if is_lasting:
@@ -122,6 +123,7 @@ class Session(Requests):
         self.often = self._housekeeping.often
         self._housekeeping.on_leaving = WorkerEndHandler(self).on_notice
         self._closing = False
+        self.protecting = threading.Lock()
         self._end_lock = threading.Lock()
         self._bulk.set_sink(self._downloads.sink)
         self._threads: list[threading.Thread] = []
@@ -167,7 +169,8 @@ class Session(Requests):
     @property
     def queue(self) -> tuple[int, int]:
         """Batches that left and are not executed yet, and their bytes, as far as the worker said."""
-        return self._count_unacked()
+        connection = self._operations.connection
+        return connection.last_sequence - connection.acked_sequence, connection.unacked_bytes
 
     @property
     def bytes_sent(self) -> int:
@@ -220,10 +223,6 @@ class Session(Requests):
         except SessionLostError as error:
             self._end(str(error).rstrip("."))
             raise SessionLostError(str(self._ended)) from error
-
-    def _count_unacked(self) -> tuple[int, int]:
-        connection = self._operations.connection
-        return connection.last_sequence - connection.acked_sequence, connection.unacked_bytes
 
     def _handlers(self) -> dict[type[Message], Callable[[Any], None]]:
         return {
@@ -312,13 +311,7 @@ class Session(Requests):
         """
         assert self._reconnector is not None
         protection = Protection(
-            self.recorder,
-            self._waiters,
-            log,
-            name,
-            open_anew,
-            every_seconds=every_seconds,
-            every_steps=every_steps,
+            self.recorder, self._waiters, log, name, open_anew, every_seconds=every_seconds, every_steps=every_steps
         )
         operations, bulk = self._operations, self._bulk
         assert isinstance(operations, ReconnectingOperations)
@@ -365,8 +358,13 @@ class Session(Requests):
         if protection is None:
             return
         protection.tick()
-        if protection.is_passing and protection.has_gone_on and self.is_reachable:
-            self.unprotect()
+        is_over = protection.is_passing and protection.has_gone_on and self.is_reachable
+        if is_over and self.protecting.acquire(blocking=False):
+            try:
+                if self.protection is protection:
+                    self.unprotect()
+            finally:
+                self.protecting.release()
 
     @property
     def is_suspended(self) -> bool:

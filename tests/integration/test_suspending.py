@@ -15,8 +15,11 @@ import pytest
 import torch
 
 import skyproxy
-from skyproxy.errors import SessionLostError
+from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.protocol.messages import Pong
+from skyproxy.session import moving
+from skyproxy.session.leaving import WorkerEndHandler
+from skyproxy.session.session import Session
 from tests.integration import protected_programs as programs
 from tests.integration.programs import port_in, start_worker, wait_for
 
@@ -321,3 +324,94 @@ def test_a_worker_that_only_says_that_it_ends_costs_a_snapshot_and_no_session(
     wait_for(lambda: node._session.is_suspended, "it was believed")
     assert x.tolist() == [0, 1, 2]  # there is a worker at its address
     assert sum(thread.name == "skyproxy-leaving" for thread in threading.enumerate()) == 0
+
+
+# --- what only a suspension needs ends by housekeeping, and nobody who needs it then loses it ------------------------
+
+
+@pytest.fixture
+def resumed(worker: Worker, node: skyproxy.Node) -> torch.Tensor:
+    """A tensor of a session that has just come back, and that housekeeping has not looked at since."""
+    x, session = torch.arange(3.0, device=node.devices[0]), node._session
+    assert x.sum().item() == 3
+    worker.end()
+    wait_for(lambda: session.is_suspended, "the client has taken leave")
+    assert session.protection is not None
+    session._housekeeping.tick = session.protection.suspension.look
+    worker.start()
+    assert x.tolist() == [0, 1, 2]
+    session.wait_until_awake()
+    assert session.protection is not None
+    return x
+
+
+def _look_before(owner: object, name: str, session: Session, patch: pytest.MonkeyPatch) -> list[bool]:
+    """Have housekeeping look just before a method is called, by which its caller relies on a snapshot."""
+    method, looks = getattr(owner, name), []
+
+    def after_a_look(*args: object) -> object:
+        session._tick()
+        looks.append(True)
+        return method(*args)
+
+    patch.setattr(owner, name, after_a_look)
+    return looks
+
+
+def _ends(node: skyproxy.Node) -> None:
+    session = node._session
+    session._housekeeping.tick = session._tick
+    wait_for(lambda: session.protection is None, "it is as before")
+    assert session.call("list_snapshots") == []
+
+
+def test_a_session_that_has_just_come_back_can_be_moved(
+    resumed: torch.Tensor, node: skyproxy.Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = Worker(tmp_path / "other")
+    try:
+        looks = _look_before(moving._Carrier, "bring", node._session, monkeypatch)
+        node.move_to(other.url, token=other.token)
+        assert looks
+        assert (node.url, (resumed + 1).tolist()) == (other.url, [1, 2, 3])
+        _ends(node)
+    finally:
+        node.close()
+        other.close()
+
+
+def test_a_session_that_has_just_come_back_can_be_protected(resumed: torch.Tensor, node: skyproxy.Node) -> None:
+    with skyproxy.protect(node=node, every="1h"):
+        node._session._tick()
+        made = node._session.protection
+        assert made is not None
+        assert (made.every_seconds, made.is_passing) == (3600, False)
+        with pytest.raises(ConfigurationError, match="protected already"):
+            skyproxy.protect(node=node)
+        assert len(node._session.call("list_snapshots")) == 1
+    assert resumed.tolist() == [0, 1, 2]
+    _ends(node)
+
+
+def test_a_suspended_session_is_brought_back_to_be_protected(worker: Worker, node: skyproxy.Node) -> None:
+    x = torch.arange(3.0, device=node.devices[0])
+    assert x.sum().item() == 3
+    worker.end()
+    wait_for(lambda: node._session.is_suspended, "the client has taken leave")
+    worker.start()
+    with skyproxy.protect(node=node):
+        assert x.tolist() == [0, 1, 2]
+    _ends(node)
+
+
+def test_a_session_that_has_just_come_back_can_be_suspended(
+    resumed: torch.Tensor, worker: Worker, node: skyproxy.Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = _look_before(WorkerEndHandler, "_is_suspended_by", node._session, monkeypatch)
+    assert "1 session is suspended" in worker.end()
+    wait_for(lambda: node._session.is_suspended, "the client has taken leave again")
+    assert looks
+    worker.start()
+    assert resumed.tolist() == [0, 1, 2]
+    _ends(node)
