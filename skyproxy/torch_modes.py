@@ -314,8 +314,12 @@ def values_in_force() -> dict[str, object]:
     return {name: mode.read() for name, mode in MODES.items()}
 
 
-def put_in_force(values: Mapping[str, object]) -> None:
+def put_in_force(values: Mapping[str, object], now: Mapping[str, object] | None = None) -> None:
     """Puts the values of all modes in force that are not, but for those that each thread has for itself.
+
+    Args:
+        values: by name, of all modes.
+        now: the values in force, where they have just been read.
 
     Raises:
         ConfigurationError: this torch, or this machine, refuses one of them; the others are in force.
@@ -323,7 +327,8 @@ def put_in_force(values: Mapping[str, object]) -> None:
     refused: ConfigurationError | None = None
     for name, mode in MODES.items():
         value = mode.usual if values[name] is None else values[name]  # one that was overruled, with what overrules it
-        if not mode.of_thread and mode.read() != value:
+        if not mode.of_thread and (mode.read() if now is None else now[name]) != value:
+            now = None  # one mode may change others
             try:
                 mode.write(value)
             except Exception as error:

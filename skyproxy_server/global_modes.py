@@ -30,13 +30,16 @@ class _Process:
     Attributes:
         record: the modes in force.
         is_changing: whether they are being changed; whoever would run waits.
-        before: all values before the first change, while the modes are not the usual ones.
+        before: all values before the first change, while the modes are not the usual ones; what a function of a
+            session has set meanwhile counts as being before.
+        put: all values right after the last change.
         change: held by whoever changes them.
     """
 
     record: Record = USUAL
     is_changing = False
     before: dict[str, object] | None = None
+    put: dict[str, object] = {}
     change = threading.RLock()
 
 
@@ -139,11 +142,15 @@ def _change(record: Record, *, waits: bool = True) -> None:
             if not waits:
                 return
             pause.wait(_LOOKS_AGAIN_SECONDS)
-        if _Process.before is None:
-            _Process.before = values_in_force()
-        before = _Process.before
+        now = values_in_force()
+        before = now
+        if _Process.before is not None:
+            before = {
+                name: value if now[name] == _Process.put[name] else now[name] for name, value in _Process.before.items()
+            }
+        _Process.before = before
         try:
-            put_in_force({**before, **dict(record)})
+            put_in_force({**before, **dict(record)}, now)
         except BaseException:
             put_in_force(before)
             record = USUAL
@@ -152,5 +159,7 @@ def _change(record: Record, *, waits: bool = True) -> None:
             _Process.record = record
             if record == USUAL:
                 _Process.before = None
+            else:
+                _Process.put = values_in_force()
     finally:
         _Process.is_changing = False

@@ -144,6 +144,25 @@ def test_what_a_function_of_the_worker_had_set_is_back_after_a_batch() -> None:
         torch.backends.cuda.matmul.fp32_precision = "none"
 
 
+def test_what_a_function_sets_during_a_batch_stays() -> None:
+    own = _modes(HALF)
+    with own:
+        torch.set_default_dtype(torch.float64)  # as a function would, on a thread of its own
+        torch.backends.cudnn.benchmark = True
+        own.switch((("cudnn.enabled", False),))
+        assert torch.get_default_dtype() is torch.float64
+    try:
+        assert torch.backends.cudnn.enabled
+        assert torch.backends.cudnn.benchmark
+        assert torch.get_default_dtype() is torch.float64
+        with own:
+            assert not torch.backends.cudnn.enabled
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.backends.cudnn.benchmark = False
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch accepts every library")
 def test_a_mode_that_this_machine_refuses_names_itself_and_leaves_the_session_as_it_was() -> None:
     own = _modes(DOUBLE)
