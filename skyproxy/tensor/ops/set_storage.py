@@ -8,8 +8,9 @@ import torch
 
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core import known_values
+from skyproxy.tensor.core.devices import Handle
 from skyproxy.tensor.core.memory import bytes_needed, memory_of
-from skyproxy.tensor.core.metadata import Meta, meta_of
+from skyproxy.tensor.core.metadata import Meta, meta_of, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, adopt
 from skyproxy.tensor.core.storage import SkyStorage, root_of, view_of
 from skyproxy.tensor.core.torch_private import OpOverload, StorageBase, TensorBase
@@ -21,7 +22,7 @@ def set_(self: RemoteTensor, *args: object, **kwargs: object) -> RemoteTensor:
     """`Tensor.set_`: another storage, and another place in it. Python's arguments, which name storages."""
     source = kwargs.get("source", args[0] if args else None)
     if not args and not kwargs:
-        value: torch.Tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+        value = _empty_like(self)
     else:
         value = _value_to_set(self, source, args, kwargs)
     value.__dict__["_is_to_be_taken_over"] = True
@@ -29,7 +30,7 @@ def set_(self: RemoteTensor, *args: object, **kwargs: object) -> RemoteTensor:
     return TensorBase.set_(self, value)  # type: ignore[call-overload,no-any-return]
 
 
-def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> RemoteTensor:
+def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> Any:
     """Make what a tensor becomes by `set_`: a view of the source's storage.
 
     PyTorch itself tells its sizes, or refuses them, by the same call on the meta device.
@@ -57,7 +58,23 @@ def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> Re
     else:
         root = _get_untyped_storage(source)._root
     _check_bounds(self, meta, memory_of(root).byte_count)
-    return view_of(root, meta)
+    return _view_like(self, root, meta)
+
+
+def _empty_like(self: torch.Tensor) -> torch.Tensor:
+    return _with_bits_of(self, torch.empty(0, dtype=self.dtype, device=self.device))
+
+
+def _view_like(self: torch.Tensor, root: Handle, meta: Meta) -> torch.Tensor:
+    d = meta.description
+    return _with_bits_of(self, view_of(root, plain_meta(d.size, d.dtype, d.stride, d.offset)))
+
+
+def _with_bits_of(self: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Give a tensor another one's conjugate and negative bits: `set_` leaves them, whatever its source has."""
+    if self.is_conj():
+        value = value.conj()
+    return torch._neg_view(value) if self.is_neg() else value
 
 
 def _get_untyped_storage(storage: object) -> Any:
@@ -106,7 +123,7 @@ def _set_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     target = args[0]
     source: Any = args[1] if len(args) > 1 else kwargs.get("source")
     if source is None:
-        value = torch.empty(0, dtype=target.dtype, device=target.device)
+        value = _empty_like(target)
     elif source.device != target.device:
         raise mixed_devices_error(info.name, target.device, source.device)
     elif source.dtype is not target.dtype:
@@ -116,7 +133,7 @@ def _set_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     else:
         root = root_of(source)
         known_values.forget(root)
-        value = view_of(root, source._sky.meta)  # its own handle: each may change its look later
+        value = _view_like(target, root, source._sky.meta)  # its own handle: each may change its look later
     adopt(target, value._sky)  # type: ignore[attr-defined]
     return target
 

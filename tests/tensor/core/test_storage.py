@@ -252,6 +252,35 @@ def test_set_takes_and_refuses_what_it_does_on_the_cpu(sky1: str, compute: Calla
         assert result == expected
 
 
+_BITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda t: t,
+    "conjugate": torch.Tensor.conj,
+    "negative": torch._neg_view,
+    "both": lambda t: torch._neg_view(t.conj()),
+}
+_SOURCES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "tensor": lambda x, y: x.set_(y),
+    "place in a tensor": lambda x, y: x.set_(y, 1, (1,), (1,)),
+    "storage": lambda x, y: x.set_(y.untyped_storage(), 0, (2,), (1,)),
+    "nothing": lambda x, y: x.set_(),
+    "from C++": lambda x, y: torch.ops.aten.set_(x, y),
+}
+
+
+@pytest.mark.parametrize("target", _BITS)
+@pytest.mark.parametrize("source", _BITS)
+@pytest.mark.parametrize("form", _SOURCES)
+def test_set_leaves_a_tensor_its_own_bits(sky1: str, target: str, source: str, form: str) -> None:
+    results = []
+    for device in ("cpu", sky1):
+        x = _BITS[target](torch.tensor([1 + 2j, 3 + 4j, 5], device=device))
+        y = _BITS[source](torch.tensor([5 + 6j, 7 - 1j], device=device))
+        _SOURCES[form](x, y)
+        x.add_(1)
+        results.append((x.tolist(), x.is_conj(), x.is_neg(), (x * 2).tolist(), y.tolist()))
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_numbers_on_one_storage_change_together(sky1: str, dtype: torch.dtype) -> None:
     x = torch.zeros((), dtype=dtype, device=sky1)
