@@ -83,7 +83,7 @@ class Settings:
     """True if functions that a program runs on a node get a process of their own there, where the worker can do that;
     `skyproxy run` sets it for its script."""
     debug: bool = False
-    """True if breakpoints and exceptions in functions that a program runs wait for `skyproxy debug`."""
+    """True if breakpoints and exceptions in functions and scripts that a program runs wait for `skyproxy debug`."""
     breakpoint_seconds: float = 600.0
     """The time for which a function waits there for somebody; then it ends."""
     max_kept_calls: int = 1024

@@ -28,6 +28,7 @@ _MARKS = frozenset(
     {
         "SKYPROXY_WORKER_MARK",
         "SKYPROXY_SCRIPT_MARK",
+        "SKYPROXY_SCRIPT_DEBUG",
         "SKYPROXY_JOB_MARK",
         "SKYPROXY_JOB",
         "SKYPROXY_JOB_FOLDER",

@@ -23,9 +23,10 @@ def debug(
     post_mortem: Annotated[bool, typer.Option(help="Only what waits with an exception.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Attach pdb to a function that waits at a breakpoint, or with an exception, on a worker of a program of yours.
+    """Attach pdb to what waits at a breakpoint, or with an exception, on a worker of a program of yours.
 
-    Functions wait where they were called with debug=True, or with SKYPROXY_DEBUG=1. Ctrl-D leaves them waiting.
+    Functions wait where they were called with debug=True, or with SKYPROXY_DEBUG=1, and so do the processes of scripts
+    under torchrun with SKYPROXY_DEBUG=1. Ctrl-D leaves them waiting.
     """
     found = _waiting_breakpoints(post_mortem)
     try:
@@ -75,11 +76,11 @@ def _choose(found: list[tuple[dict[str, Any], Line]], identity: str | None) -> t
         which = f"with the id {identity}" if identity else "at a breakpoint"
         raise NotFoundError(
             f"nothing waits {which} in a program of this user on this machine. Functions wait where they are called "
-            "with debug=True, or with SKYPROXY_DEBUG=1."
+            "with debug=True, or with SKYPROXY_DEBUG=1; scripts under torchrun with the latter."
         )
     if len(chosen) > 1:
         _show([row for row, _ in chosen], as_json=False)
-        raise ConfigurationError("several functions wait: name one, as in skyproxy debug " + str(chosen[0][0]["id"]))
+        raise ConfigurationError("several wait: name one, as in skyproxy debug " + str(chosen[0][0]["id"]))
     return chosen[0]
 
 

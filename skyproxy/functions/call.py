@@ -353,7 +353,8 @@ class Call:
         if came.value.get("lost"):
             text = f"[{came.value['lost']} characters of output were lost while the connection was down]\n" + text
         try:
-            self._context.run(self._on_output, came.value["stream"], text)
+            if text:
+                self._context.run(self._on_output, came.value["stream"], text)
         except Exception:
             logger.exception("skyproxy: on_output of %s failed; the call goes on", self.name)
         if self.on_wait is not None and not self._ended and type(came.value.get("waits")) is dict:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from skyproxy.errors import ConfigurationError, ScriptError
+from skyproxy.functions.rank_listener import listening
 from skyproxy.payloads.project_files import ProjectFiles, read_file
 from skyproxy.runtime.calls import current_call
 from skyproxy.runtime.descendants import end_marked
@@ -76,6 +77,7 @@ class Script:
         run: names this run.
         nodes: at least and at most so many; None: as many as the pool has.
         meeting: where their agents meet, if their number may change.
+        debug_seconds: how long breakpoints and exceptions of its processes wait for somebody; None: they do not wait.
     """
 
     target: str
@@ -90,6 +92,7 @@ class Script:
     run: str = ""
     nodes: tuple[int, int] | None = None
     meeting: Meeting | None = None
+    debug_seconds: float | None = None
 
     @property
     def name(self) -> str:
@@ -137,6 +140,7 @@ def describe_script(
         folder=folder,
         run=secrets.token_hex(8),
         nodes=None if nodes is None else node_range(nodes),
+        debug_seconds=float(SETTINGS.breakpoint_seconds) if SETTINGS.debug else None,
     )
 
 
@@ -197,7 +201,13 @@ def run_script(script: Script) -> None:
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyproxy-torchrun-")))
         report = own / REPORT
         command = agent_command(script, info, folder, own, os.getpid())
-        exit_code = _run(command, agent_environment(script, folder, info), script.directory)
+        environment = agent_environment(script, folder, info)
+        call = current_call()
+        announce = call.tell_wait if call is not None else None
+        listener = stack.enter_context(listening(own, script.debug_seconds, announce, info.job))
+        if listener is not None:
+            environment |= listener.variables(environment["PYTHONPATH"])
+        exit_code = _run(command, environment, script.directory)
         if exit_code:
             raise ScriptError(_failure(script, exit_code, report))
 

@@ -26,6 +26,8 @@ logger = logging.getLogger("skyproxy")
 Row = dict[str, Any]
 """A call that waits, as `skyproxy debug` shows it."""
 _MAX_CONNECTIONS = 16
+_LONGEST_NAME = 64
+_MAX_WAITING = 10_000
 
 
 class Submits(Protocol):
@@ -46,24 +48,31 @@ class WaitingCalls:
         self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 
     def note(self, runner: Submits, call: Call, place: Row) -> None:
-        """Take note of a call that waits."""
+        """Take note of a call that waits, or of a process of it, that has a name of its own for this."""
+        named = place.get("debugger")
+        identity = named if type(named) is str and 0 < len(named) <= _LONGEST_NAME else call.id
+        if place.get("kind") == "gone":
+            self._forget(identity)
+            return
         row = {
-            "id": call.id[:8],
+            "id": visible(identity[:8]),
             "name": call.name,
             "since": time.time(),
             **{key: visible(place.get(key) or "") for key in ("kind", "file", "function", "pool")},
             **{key: _number(place.get(key)) for key in ("line", "rank", "world_size")},
         }
         with self._lock:
-            is_new = call.id not in self._known
-            self._known[call.id] = row, runner
+            is_new = identity not in self._known
+            if is_new and len(self._known) >= _MAX_WAITING:
+                return
+            self._known[identity] = row, runner
             self._listen()
         if is_new:
-            call.add_done_callback(self._forget)
+            call.add_done_callback(lambda done: self._forget(identity))
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, identity: str) -> None:
         with self._lock:
-            self._known.pop(call.id, None)
+            self._known.pop(identity, None)
 
     def _listen(self) -> None:
         """Open the socket, once in each process."""

@@ -41,6 +41,7 @@ def script_document(script: Script, info: InstanceInfo | None) -> bytes:
         info: for torchrun: who the nodes are, and where they meet; None runs the script by itself.
     """
     fields = {**asdict(script), "args": list(script.args), "env": dict(script.env)}
+    del fields["debug_seconds"]  # no program is there by which anybody could attach
     return _pack({"kind": "script", "script": fields, "info": None if info is None else asdict(info)})
 
 

@@ -9,9 +9,9 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.instance import instance_info
@@ -20,9 +20,42 @@ _LOOK_SECONDS = 0.2
 """The interval at which a wait looks up: an interrupt of the function strikes then."""
 _SIGN_SECONDS = 1.0
 _MAX_WAITING_TEXTS = 10_000
+_MAX_NAME_CHARACTERS = 4096
 
 Place = dict[str, Any]
-"""A place where a function waits: kind, file, line, function, rank, world_size, pool."""
+"""A place where a function waits: kind, file, line, function, rank, world_size, pool. Of a process other than that of
+the call, also "debugger", which names what to attach to; of the kind "gone" when that process has ended."""
+
+
+def known_place(said: object) -> Place:
+    """Return a place that another process has told of, of which nothing is believed.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(said) is not dict or said.get("kind") not in ("breakpoint", "exception"):
+        raise ValueError("a place of an unknown form")
+    texts = {name: said.get(name) for name in ("kind", "file", "function", "pool")}
+    numbers = {name: said.get(name) for name in ("line", "rank", "world_size")}
+    if any(type(text) is not str for text in texts.values()) or any(type(one) is not int for one in numbers.values()):
+        raise ValueError("a place of an unknown form")
+    return {name: str(text)[:_MAX_NAME_CHARACTERS] for name, text in texts.items()} | numbers
+
+
+class Followed(Protocol):
+    """A debugger, as whoever attaches uses it."""
+
+    @property
+    def identity(self) -> str:
+        """Its name, a secret."""
+
+    ended: bool
+
+    def follow(self) -> Generator[tuple[str, str]]:
+        """See `Debugger.follow`."""
+
+    def tell(self, line: str) -> None:
+        """See `Debugger.tell`."""
 
 
 class Debugger:
@@ -47,7 +80,7 @@ class Debugger:
         self.place: Place = {}
         self._seconds = seconds
         self._announce = announce
-        self._asks = False
+        self._asks = self._is_alone = False
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._said: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
@@ -90,19 +123,22 @@ class Debugger:
 
     def readline(self) -> str:
         """The next line of whoever looks; empty, which ends the function, if nobody has come in time."""
-        if not self.attached:
-            self._announce(dict(self.place))
         self._asks = True
+        is_announced = False
         self._said.put(("prompt", ""))
         until = time.monotonic() + self._seconds
         try:
             while True:
+                if not self.attached and not is_announced:
+                    # Also where somebody leaves who has gone on to here from the place before.
+                    is_announced = True
+                    self._announce(dict(self.place))
                 try:
                     return self._lines.get(timeout=_LOOK_SECONDS)
                 except queue.Empty:
-                    if self.attached:
+                    if self.attached and not self._is_alone:
                         until = time.monotonic() + self._seconds
-                    elif time.monotonic() > until:
+                    elif self._is_alone or time.monotonic() > until:
                         self.gave_up = True
                         return ""
         finally:
@@ -120,6 +156,8 @@ class Debugger:
     def explain(self) -> str:
         """Return why the function was ended."""
         where = f"{self.place.get('file')}:{self.place.get('line')}"
+        if self._is_alone:
+            return f"the worker is gone by which a debugger gets to {where}, so the function was ended"
         if self.gave_up:
             return (
                 f"nobody attached to the breakpoint in {where} within {self._seconds:g} s, so the function was ended. "
@@ -129,7 +167,7 @@ class Debugger:
 
     # --- the other side ----------------------------------------------------------------------------------------------
 
-    def follow(self) -> Iterator[tuple[str, str]]:
+    def follow(self) -> Generator[tuple[str, str]]:
         """Attach: what the debugger says, until the call has ended. Now and then there is a sign of life.
 
         Raises:
@@ -160,28 +198,36 @@ class Debugger:
         """Say a line to the debugger."""
         self._lines.put(line.rstrip("\n") + "\n")
 
+    def give_up(self) -> None:
+        """Wait no more, now or later: nobody can come."""
+        self._is_alone = True
+
 
 class Debuggers:
     """The debuggers of the calls that run in this process."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Debugger] = {}
+        self._known: dict[str, Followed] = {}
         self._lock = threading.Lock()
 
     def begin(self, identity: str, seconds: float, announce: Callable[[Place], object]) -> Debugger:
         """Make one for a call."""
         debugger = Debugger(identity, seconds, announce)
-        with self._lock:
-            self._known[identity] = debugger
+        self.add(debugger)
         return debugger
 
-    def end(self, debugger: Debugger) -> None:
+    def add(self, debugger: Followed) -> None:
+        """Take one that stands for a debugger of another process."""
+        with self._lock:
+            self._known[debugger.identity] = debugger
+
+    def end(self, debugger: Followed) -> None:
         """The call is over."""
         debugger.ended = True
         with self._lock:
             self._known.pop(debugger.identity, None)
 
-    def get(self, identity: str) -> Debugger:
+    def get(self, identity: str) -> Followed:
         """Return the one of a call.
 
         Raises:
@@ -199,6 +245,8 @@ DEBUGGERS = Debuggers()
 
 def describe(place: Place) -> str:
     """A place where a function waits, in words for the program that has called it."""
+    if place["kind"] == "gone":
+        return ""
     who = f"rank {place['rank']} " if place["world_size"] > 1 else ""
     what = "at a breakpoint" if place["kind"] == "breakpoint" else "with an exception"
     where = f"{os.path.basename(place['file'])}:{place['line']}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,6 +21,7 @@ class CallContext:
         name: the function's name, for people.
         values: what the caller sent beside the call; pools put the topology there, as "pool".
         session: the session that made the call, as its worker names it.
+        tell_wait: tells the caller where something of the call waits for a debugger; see `breakpoints.Place`.
 
     Example:
         ```python
@@ -32,6 +33,7 @@ class CallContext:
     name: str = ""
     values: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     session: str = ""
+    tell_wait: Callable[[dict[str, Any]], object] | None = None
 
 
 _CURRENT: ContextVar[CallContext | None] = ContextVar("skyproxy_call", default=None)

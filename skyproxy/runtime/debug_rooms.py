@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,16 @@ class Line:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._file = sock.makefile("rb")
+        self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message to the other end.
+        """Send a message to the other end, from any thread.
 
         Raises:
             OSError: the other end is gone.
         """
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        with self._sending:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any]:
         """Receive the next message.

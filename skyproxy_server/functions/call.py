@@ -182,7 +182,7 @@ class FunctionCall:
                     for stream in reversed(self._streams):  # entering one makes its device the current one
                         stack.enter_context(torch.cuda.stream(stream))
                     values = pickle.loads(task["context"]) if task["context"] else {}
-                    stack.enter_context(entered_call(CallContext(self.identity, self.name, values, self.session)))
+                    stack.enter_context(entered_call(self._context(values)))
                     if task.get("isolate"):
                         self._execute_apart(task, pieces)
                         return
@@ -202,6 +202,9 @@ class FunctionCall:
         finally:
             self.has_run()
             self._on_end()
+
+    def _context(self, values: dict[str, Any]) -> CallContext:
+        return CallContext(self.identity, self.name, values, self.session, self.tell_wait)
 
     def has_run(self) -> None:
         """The function has ended. May be called again: an interrupt may strike in here."""
@@ -223,7 +226,7 @@ class FunctionCall:
         if seconds is None:
             self._execute(task, pieces, arguments)
             return
-        debugger = DEBUGGERS.begin(self.identity, seconds, self._tell_where_it_waits)
+        debugger = DEBUGGERS.begin(self.identity, seconds, self.tell_wait)
         self.debugger = debugger
         try:
             self._execute(task, pieces, arguments)
@@ -237,7 +240,8 @@ class FunctionCall:
             stop_tracing()
             DEBUGGERS.end(debugger)
 
-    def _tell_where_it_waits(self, place: Place) -> None:
+    def tell_wait(self, place: Place) -> None:
+        """Tell the caller where the function waits for a debugger, or that a process of it waits no more."""
         self._flush()
         self.events.add("output", {"stream": "stderr", "text": describe(place), "waits": place})
 

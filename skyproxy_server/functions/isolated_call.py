@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgpack
@@ -22,6 +23,8 @@ import torch
 from skyproxy import torch_codec, torch_modes
 from skyproxy.errors import FunctionCrashedError, ProtocolError
 from skyproxy.payloads.pickling import Pickled
+from skyproxy.runtime.breakpoints import DEBUGGERS, Place, known_place
+from skyproxy.runtime.distant_debugger import DistantDebugger
 from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
 from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
@@ -59,6 +62,8 @@ class Caller(Protocol):
 
     def print_from_process(self, stream: str, text: str) -> None: ...
 
+    def tell_wait(self, place: Place) -> None: ...
+
     def wait_for_room(self) -> bool: ...
 
 
@@ -92,6 +97,7 @@ class IsolatedCall:
         self._stopped_at: float | None = None
         self._tail = ""
         self._ended = False
+        self._debugger: DistantDebugger | None = None
 
     def stop(self) -> None:
         """The caller has given the call up: it may clean up for a moment. From any thread."""
@@ -115,6 +121,9 @@ class IsolatedCall:
                 if self._stopped_at is not None:
                     return
             try:
+                if task.get("debug") is not None:
+                    self._debugger = DistantDebugger(call.identity, partial(_tell_debugger, process))
+                    DEBUGGERS.add(self._debugger)
                 self._send(process.channel, call, task, pieces, function)
                 self._relay(process, call)
             except ChannelClosedError:
@@ -122,6 +131,8 @@ class IsolatedCall:
                 if not self._ended and self._stopped_at is None:
                     raise self._crash(process, call) from None
             finally:
+                if self._debugger is not None:
+                    DEBUGGERS.end(self._debugger)
                 with self._lock:
                     self._process = None
         finally:
@@ -145,7 +156,7 @@ class IsolatedCall:
             "identity": call.identity,
             "session": call.session,
             "devices": self._devices,
-            "task": {**task, "timeout": None, "isolate": False, "debug": None},
+            "task": {**task, "timeout": None, "isolate": False, "debug": task.get("debug")},
             "sizes": [bytes_of(piece).nbytes for piece in pieces],
             "function": function.content if function is not None else None,
             "lent": (storages, rows),
@@ -206,7 +217,13 @@ class IsolatedCall:
             stream, text = message["stream"], message["text"]
             if stream not in ("stdout", "stderr") or type(text) is not str:
                 raise ProtocolError("output of an unknown form")
-            self._print(call, stream, text)
+            if "waits" in message:
+                call.tell_wait(known_place(message["waits"]))
+            else:
+                self._print(call, stream, text)
+            return
+        if kind == "debugger" and self._debugger is not None:
+            self._debugger.hear(message["said"])
             return
         if kind not in ("stream", "item", "result", "error"):
             raise ProtocolError(f"an event of kind {kind!r:.40}")
@@ -306,6 +323,13 @@ def _explain_ending(ending: ProcessEnding) -> str:
     if ending.signal_number == 9:
         advice = " (most often, memory ran out)"
     return ending.description + advice
+
+
+def _tell_debugger(process: Fledgling, message: Said) -> None:
+    try:
+        process.channel.send({"debug": message}, wait=False)
+    except ChannelClosedError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _ask_to_stop(process: Fledgling) -> None:

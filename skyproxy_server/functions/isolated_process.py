@@ -22,6 +22,7 @@ from skyproxy.errors import SessionLostError
 from skyproxy.payloads.pieces import flat_size
 from skyproxy.payloads.tensors import memory_for
 from skyproxy.protocol.messages import Buffer
+from skyproxy.runtime.distant_debugger import DebuggedProcess
 from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import SETTINGS
 from skyproxy_server import limits
@@ -55,6 +56,7 @@ class IsolatedFunction:
         self._borrowed = Borrowed(storages, rows, files)
         self._lent_to_worker: dict[int, list[torch.UntypedStorage]] = {}
         self._cancelled = self._told_end = False
+        self._debugged: DebuggedProcess | None = None
         # The worker takes items one by one, and holds as many as may wait.
         settings = dataclasses.replace(SETTINGS, max_waiting_items=1)
         self._call = FunctionCall(start["identity"], start["session"], start["devices"], settings, Activity())
@@ -72,6 +74,8 @@ class IsolatedFunction:
                     self._call.interrupt(InterruptedError(message["cancel"]))
                     if not self._call.running:
                         break
+                elif "debug" in message:
+                    self._debug(message["debug"])
                 elif "ack" in message:
                     self._lent_to_worker.pop(message["ack"], None)
                     self._call.events.take(message["ack"])
@@ -82,6 +86,19 @@ class IsolatedFunction:
             pass
         finally:
             end(0)
+
+    def _debug(self, message: Start) -> None:
+        """Pass on what whoever looks at this function says."""
+        debugger = self._call.debugger
+        if debugger is not None:
+            self._debugged = self._debugged or DebuggedProcess(debugger, self._say)
+            self._debugged.hear(message)
+
+    def _say(self, said: list[object]) -> None:
+        try:
+            self._channel.send({"kind": "debugger", "said": said})
+        except ChannelClosedError as error:
+            raise ConnectionError(str(error)) from error
 
     def _on_end(self) -> None:
         if self._cancelled or not self._told_end:

@@ -17,8 +17,8 @@ from skyproxy_server.functions.output import current_sink
 _installing = threading.Lock()
 _TEST = "tests/pools/test_unusual_ends.py::test_who_asks_for_a_terminal_is_told_at_once"
 _DEBUG_TEXT = (
-    " To debug it there: call it with debug=True, or set SKYPROXY_DEBUG=1 for the program, without isolate=True; then "
-    "it waits, and `skyproxy debug` attaches."
+    " To debug it there: call it with debug=True, or set SKYPROXY_DEBUG=1 for the program; then it waits, and "
+    "`skyproxy debug` attaches."
 )
 _TEXT = (
     "a function on a worker has no standard input: nobody can answer {what} there. Pass what it needs as arguments, or "

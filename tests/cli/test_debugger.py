@@ -103,4 +103,4 @@ def test_what_does_not_wait_is_not_found(program: Program, arguments: list[str])
 def test_of_several_one_has_to_be_named(program: Program) -> None:
     result = CliRunner().invoke(app, ["debug"])
     assert result.exit_code != 0
-    assert "several functions wait: name one" in result.output
+    assert "several wait: name one" in result.output

@@ -81,10 +81,18 @@ def fail() -> None:
     raise ValueError(f"not {secret + 1}")
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "isolated"])
+def isolate(request: pytest.FixtureRequest, node: skyproxy.Node) -> bool:
+    """Whether a function has a process of its own."""
+    if request.param and not node._session.welcome.limits.get("isolates"):
+        pytest.skip("processes of functions need Linux")
+    return bool(request.param)
+
+
 @pytest.mark.usefixtures("rooms")
-def test_a_breakpoint_waits_until_somebody_goes_on(node: skyproxy.Node) -> None:
+def test_a_breakpoint_waits_until_somebody_goes_on(node: skyproxy.Node, isolate: bool) -> None:
     told = Told()
-    call = node.submit(add_up, 3, debug=True, on_output=told)
+    call = node.submit(add_up, 3, debug=True, isolate=isolate, on_output=told)
     told.wait()
     assert told.text.startswith("skyproxy: waits at a breakpoint in add_up, test_waiting_calls.py:")
     line, row = attached(call)
@@ -100,9 +108,9 @@ def test_a_breakpoint_waits_until_somebody_goes_on(node: skyproxy.Node) -> None:
 
 
 @pytest.mark.usefixtures("rooms")
-def test_who_leaves_the_debugger_leaves_the_function_waiting(node: skyproxy.Node) -> None:
+def test_who_leaves_the_debugger_leaves_the_function_waiting(node: skyproxy.Node, isolate: bool) -> None:
     told = Told()
-    call = node.submit(add_up, 3, debug=True, on_output=told)
+    call = node.submit(add_up, 3, debug=True, isolate=isolate, on_output=told)
     told.wait()
     first, _ = attached(call)
     until_prompt(first)
@@ -121,9 +129,9 @@ def test_who_leaves_the_debugger_leaves_the_function_waiting(node: skyproxy.Node
 
 
 @pytest.mark.usefixtures("rooms")
-def test_an_exception_waits_to_be_looked_at_and_is_raised_then(node: skyproxy.Node) -> None:
+def test_an_exception_waits_to_be_looked_at_and_is_raised_then(node: skyproxy.Node, isolate: bool) -> None:
     told = Told()
-    call = node.submit(fail, debug=True, on_output=told)
+    call = node.submit(fail, debug=True, isolate=isolate, on_output=told)
     told.wait()
     line, row = attached(call)
     assert row["kind"] == "exception"
@@ -138,17 +146,17 @@ def test_an_exception_waits_to_be_looked_at_and_is_raised_then(node: skyproxy.No
 
 @pytest.mark.usefixtures("rooms")
 def test_where_nobody_comes_the_function_ends_with_a_reason(
-    node: skyproxy.Node, monkeypatch: pytest.MonkeyPatch
+    node: skyproxy.Node, isolate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node._session, "settings", Settings(debug=True, breakpoint_seconds=0.1))
     with pytest.raises(Exception, match=r"nobody attached to the breakpoint in .*SKYPROXY_BREAKPOINT_SECONDS"):
-        node.run(add_up, 3)
+        node.submit(add_up, 3, isolate=isolate).result(WAIT_SECONDS)
 
 
 @pytest.mark.usefixtures("rooms")
-def test_a_call_that_is_cancelled_waits_no_more(node: skyproxy.Node) -> None:
+def test_a_call_that_is_cancelled_waits_no_more(node: skyproxy.Node, isolate: bool) -> None:
     told = Told()
-    call = node.submit(add_up, 3, debug=True, on_output=told)
+    call = node.submit(add_up, 3, debug=True, isolate=isolate, on_output=told)
     told.wait()
     assert call.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
@@ -156,12 +164,9 @@ def test_a_call_that_is_cancelled_waits_no_more(node: skyproxy.Node) -> None:
     assert node.run(add_up, 1) == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"isolate": True, "debug": True}], ids=["plain", "isolated"])
-def test_where_it_cannot_wait_the_way_is_named(node: skyproxy.Node, options: dict[str, Any]) -> None:
-    if options and not node._session.welcome.limits.get("isolates"):
-        pytest.skip("processes of functions need Linux")
+def test_where_it_does_not_wait_the_way_is_named(node: skyproxy.Node, isolate: bool) -> None:
     with pytest.raises(RuntimeError, match=r"debug=True, or set SKYPROXY_DEBUG=1 .* `skyproxy debug` attaches"):
-        node.submit(add_up, 3, **options).result(WAIT_SECONDS)
+        node.submit(add_up, 3, isolate=isolate).result(WAIT_SECONDS)
 
 
 def add_up_on_each(count: int) -> tuple[int, int]:

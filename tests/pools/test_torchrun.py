@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +16,12 @@ import pytest
 
 import skyproxy as sky
 from skyproxy.errors import RankErrors, ScriptError
+from skyproxy.functions import scripts
 from skyproxy.functions.scripts import _MARK_VARIABLE, describe_script, pack_for, run_script
+from skyproxy.functions.waiting_calls import WAITING_CALLS
 from skyproxy.pools import Compute
+from skyproxy.runtime import debug_rooms
+from skyproxy.runtime.debug_rooms import Line
 
 pytestmark = pytest.mark.slow
 
@@ -88,9 +93,25 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "place.py").write_text("import helper\n" + PLACE)
     (tmp_path / "fail.py").write_text(FAIL)
+    (tmp_path / "stop.py").write_text(STOP)
     (tmp_path / "wait.py").write_text(WAIT)
     return tmp_path
 
+
+STOP = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total, secret = 100 * rank, 41
+breakpoint()
+dist.all_reduce(total := torch.tensor(total))
+print("sum", int(total), flush=True)
+if rank == 1:
+    raise ValueError("not 42")
+dist.destroy_process_group()
+"""
 
 WAIT = """
 import os
@@ -145,6 +166,53 @@ def test_a_call_that_is_cancelled_ends_the_processes(node: sky.Node, folder: Pat
     assert len(running) == 3
     call.cancel()
     assert psutil.wait_procs(running, timeout=60)[1] == []
+
+
+def test_breakpoints_and_exceptions_of_ranks_wait_for_skyproxy_debug(
+    node: sky.Node, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WAITING_CALLS, "_process", 0)
+    with tempfile.TemporaryDirectory(prefix="sky") as rooms:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", rooms)
+        monkeypatch.setattr(scripts, "SETTINGS", replace(scripts.SETTINGS, debug=True))
+        script = replace(describe_script(folder / "stop.py", procs_per_node=2), directory=str(folder))
+        told: list[str] = []
+        call = node.submit(run_script, script, on_output=lambda stream, text: told.append(text))
+        for rank in (1, 0):
+            talk(call, f"{rank} breakpoint stop.py:8", f"!total += {7 + rank}", "c")
+        assert "('secret', 41)" in talk(call, "1 exception stop.py:12", "p 'secret', secret", "q")
+        with pytest.raises(ScriptError, match=r"rank 1 .* ended with exit code 1"):
+            call.result(300)
+        printed = "".join(told)
+        assert "[rank 0] sum 115" in printed
+        assert "rank 1 waits at a breakpoint in <module>, stop.py:8: skyproxy debug" in printed
+
+
+def talk(call: sky.functions.Call, wanted: str, *lines: str) -> str:
+    """What a process says to these lines, once it waits: its rank, kind, file and line."""
+    while not call.done():
+        for line in debug_rooms.programs():
+            for row in debug_rooms.waiting(line):
+                if f"{row['rank']} {row['kind']} {os.path.basename(row['file'])}:{row['line']}" == wanted:
+                    line.wait_for_ever()
+                    line.send({"attach": row["id"]})
+                    return say(line, *lines)
+            line.close()
+        time.sleep(0.05)
+    raise AssertionError(f"{wanted} did not wait")
+
+
+def say(line: Line, *lines: str) -> str:
+    """What comes until all lines are said, and a prompt follows the last one, or the end."""
+    said, left = "", list(lines)
+    while (message := line.receive())["kind"] != "end":
+        said += message["text"]
+        if message["kind"] == "prompt":
+            line.send({"line": left.pop(0)})
+            if left == [] and lines[-1] == "c":
+                break
+    line.close()
+    return said
 
 
 def test_copies_travel_and_a_failed_attempt_is_made_again(node: sky.Node, folder: Path) -> None:

@@ -94,6 +94,28 @@ def test_who_leaves_may_come_back_and_a_second_is_refused() -> None:
     assert stopped.result == 2
 
 
+def add_up_twice(debugger: Debugger) -> None:
+    debugger.stop(sys._getframe())
+    debugger.stop(sys._getframe())
+
+
+def test_who_leaves_as_the_function_comes_to_its_next_stop_leaves_one_that_says_where_it_waits() -> None:
+    stopped = Stopped(add_up_twice)
+    said = stopped.debugger.follow()
+    until_prompt(said)
+    before = len(stopped.places)
+    stopped.debugger.tell("c")
+    until_prompt(said)  # it has come to the next one while somebody is attached, so nothing is told
+    assert len(stopped.places) == before
+    said.close()  # type: ignore[attr-defined]
+    while len(stopped.places) == before:
+        stopped.thread.join(0.01)
+    assert stopped.places[-1]["line"] == add_up_twice.__code__.co_firstlineno + 2
+    until_prompt(stopped.debugger.follow())
+    stopped.debugger.tell("c")
+    stopped.end()
+
+
 def test_a_place_is_told_with_its_function_and_line() -> None:
     stopped = Stopped(add_up, seconds=0.0)
     stopped.end()
