@@ -94,6 +94,9 @@ class Settings:
     """The bytes of functions that a worker keeps to be called again by their digest; the oldest go first."""
     max_payload_bytes: int = 64 << 30
     """The bytes that one call may send: function and arguments in one direction, the result in the other."""
+    pass_broadcasts: bool = True
+    """True if processes of a pool on other machines pass large broadcasts on to one another; else the client sends them
+    to each."""
     max_waiting_output_bytes: int = 1 << 20
     """The bytes of output that may be ahead of a function's caller; without one, the oldest text is dropped."""
     max_waiting_items: int = 64

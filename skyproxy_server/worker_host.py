@@ -402,6 +402,8 @@ class WorkerHost:
 
     def _welcome(self, session: WorkerSession) -> Welcome:
         limits = {"functions": int(session.calls is not None), "cancels": 1, "direct_calls": 1, "payload_files": 1}
+        if session.calls is not None:
+            limits["passes_payloads"] = 1
         if session.calls is not None and session.calls.can_isolate:
             limits["isolates"] = 1
         if self._snapshots is not None:

@@ -30,7 +30,7 @@ from skyproxy.runtime import breakpoints
 if TYPE_CHECKING:
     from skyproxy.functions.adoption import Adopter
     from skyproxy.functions.payload import Payload
-    from skyproxy.functions.payload_file import PayloadFile
+    from skyproxy.functions.payload_file import PassedPayload, PayloadFile
     from skyproxy.session.session import Session
 
 logger = logging.getLogger("skyproxy")
@@ -93,7 +93,7 @@ class Call:
         self.id = identity
         self.name = name
         self.payload: Payload | None = None
-        self.file: PayloadFile | None = None
+        self.file: PayloadFile | PassedPayload | None = None
         self.task: dict[str, Any] = {}
         self.received = 0
         self.attempts = 0

@@ -92,10 +92,12 @@ class FunctionChannel:
             with_code = code is not None and (call.attempts > 0 or code.digest not in self._functions)
             if self._to_forget:
                 call.task["forget"] = self._take_forgotten(MAX_FORGOTTEN)
-            call.task.pop("file", None)
+            if call.file is not None:
+                name, value = call.file.mark
+                call.task.pop(name, None)
             if call.file is not None and not call.attempts:
                 with_code = True
-                call.task["file"] = call.file.path
+                call.task[name] = value
                 transport.send(head(call.file.sizes, ()))
             else:
                 pieces = payload.pieces(with_code=with_code)

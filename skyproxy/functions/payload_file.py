@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from skyproxy.functions.payload import LARGE_BYTES, Payload
 from skyproxy.payloads.pieces import FILE_NAME, flat_size
@@ -18,6 +18,23 @@ class Beginning(Protocol):
 
     def add_started_callback(self, callback: Callable[[], object]) -> None:
         """Have a function called when it has begun, or never will."""
+
+
+class PassedPayload(NamedTuple):
+    """A payload that came to a worker another way than by its call; see `skyproxy.relays`.
+
+    Attributes:
+        name: by which the worker knows it.
+        sizes: of the pieces.
+    """
+
+    name: str
+    sizes: list[int]
+
+    @property
+    def mark(self) -> tuple[str, str]:
+        """The entry of a task that names it."""
+        return "passed", self.name
 
 
 class PayloadFile:
@@ -50,6 +67,11 @@ class PayloadFile:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def mark(self) -> tuple[str, str]:
+        """The entry of a task that names it."""
+        return "file", self.path
 
     @classmethod
     def of(cls, payload: Payload) -> PayloadFile | None:

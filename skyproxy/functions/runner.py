@@ -18,7 +18,7 @@ from skyproxy.functions.adoption import Adopter
 from skyproxy.functions.call import Call, OnOutput
 from skyproxy.functions.channel import FunctionChannel
 from skyproxy.functions.payload import Payload
-from skyproxy.functions.payload_file import PayloadFile
+from skyproxy.functions.payload_file import PassedPayload, PayloadFile
 from skyproxy.functions.project_sync import ProjectSync
 from skyproxy.functions.waiting_calls import WAITING_CALLS
 from skyproxy.payloads.pickling import PICKLE, PLAIN
@@ -87,12 +87,12 @@ class Runner:
         debug: bool | None = None,
         quiet: bool = False,
         begun: list[Call] | None = None,
-        file: PayloadFile | None = None,
+        file: PayloadFile | PassedPayload | None = None,
     ) -> Call:
         """Begins a call; see `Node.submit_payload`.
 
         Args:
-            file: the payload, for a worker that can read it there.
+            file: the payload, for a worker that can read it there, or that it was passed on to.
             quiet: whether nobody asks when the function begins, and the worker need not say so.
             begun: gets the call before it is sent, for whoever is interrupted before this returns.
         """
@@ -148,6 +148,12 @@ class Runner:
         return self.shares_files and bool(self.session.welcome.limits.get("payload_files"))
 
     @property
+    def passes_payloads(self) -> bool:
+        """True if the worker gets payloads from others, and passes them on; see `skyproxy.relays`."""
+        limits = self.session.welcome.limits
+        return bool(limits.get("functions") and limits.get("passes_payloads")) and self.session.settings.pass_broadcasts
+
+    @property
     def is_new(self) -> bool:
         """True if the worker has not been told of the program's modules."""
         return self._project.is_new
@@ -169,11 +175,11 @@ class Runner:
         debug: bool | None = False,
         quiet: bool = False,
         begun: list[Call] | None = None,
-        file: PayloadFile | None = None,
+        file: PayloadFile | PassedPayload | None = None,
     ) -> Call:
         call = self._call(name or payload.name, payload.tensors, on_output, trusted)
         call.payload = payload
-        call.file = file if self.reads_files else None
+        call.file = file if self.reads_files or isinstance(file, PassedPayload) else None
         call.task = {
             "name": call.name,
             "results": results,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from skyproxy.functions import Payload
     from skyproxy.functions.call import Call
-    from skyproxy.functions.payload_file import PayloadFile
+    from skyproxy.functions.payload_file import PassedPayload, PayloadFile
     from skyproxy.node import Node
 
 
@@ -32,6 +32,10 @@ class Crew(Protocol):
     @property
     def members(self) -> Mapping[int, Node]:
         """The connections."""
+
+    @property
+    def addresses(self) -> Mapping[int, str]:
+        """Those by which they reach one another, by rank."""
 
     def context(self, rank: int) -> dict[str, object]:
         """Return what goes beside a call."""
@@ -180,7 +184,7 @@ class Broadcasts:
             members = crew.members
             outputs.update({rank: TaskOutput(None if len(members) == 1 else rank) for rank in members})
 
-            def begin(rank: int, file: PayloadFile | None) -> Call:
+            def begin(rank: int, file: PayloadFile | PassedPayload | None) -> Call:
                 return members[rank].submit_payload(
                     payload,
                     on_output=outputs[rank].write,
@@ -191,7 +195,7 @@ class Broadcasts:
                     file=file,
                 )
 
-            begin_on_all(members, payload, begin, calls)
+            begin_on_all(members, payload, begin, calls, crew.addresses)
         except BaseException:
             for begun in calls.values():
                 begun.cancel()

@@ -108,6 +108,11 @@ class RankGroup:
         """The connections to the ranks' processes, by rank."""
         return dict(enumerate(self.nodes))
 
+    @property
+    def addresses(self) -> dict[int, str]:
+        """The addresses by which the ranks reach one another."""
+        return {peer.rank: peer.address for peer in self._infos[0].peers}
+
     def node_of(self, rank: int) -> Node | None:
         """The connection to a rank's process; None where it is gone for good."""
         return self.nodes[rank]

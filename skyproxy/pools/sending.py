@@ -1,4 +1,4 @@
-"""One payload to many processes: written once for those of this machine, sent to several others at a time."""
+"""One payload to many processes: written once for this machine, sent to others at a time, or passed on among them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from skyproxy.functions import Payload
     from skyproxy.functions.call import Call
-    from skyproxy.functions.payload_file import PayloadFile
+    from skyproxy.functions.payload_file import PassedPayload, PayloadFile
     from skyproxy.node import Node
 
 _AT_A_TIME = 16
@@ -18,16 +18,18 @@ _AT_A_TIME = 16
 def begin_on_all(
     members: Mapping[int, Node],
     payload: Payload,
-    begin: Callable[[int, PayloadFile | None], Call],
+    begin: Callable[[int, PayloadFile | PassedPayload | None], Call],
     calls: dict[int, Call],
+    addresses: Mapping[int, str] | None = None,
 ) -> None:
     """Begin a call on each process.
 
     Args:
         members: the connections, by rank.
         payload: what they are sent.
-        begin: begins it on one of them, which may read the payload in a file.
+        begin: begins it on one of them, which may read the payload in a file, or was passed it on.
         calls: gets the calls, by rank; those that were begun, where this raises.
+        addresses: by which the processes reach one another, by rank; none where they should not.
     """
     file: PayloadFile | None = None
     if len(members) > 1 and any(node._runner.reads_files for node in members.values()):
@@ -42,11 +44,31 @@ def begin_on_all(
         for rank in members:
             if rank not in slow:
                 calls[rank] = begin(rank, file)
-        if slow:
+        if slow and not (addresses and _pass_on(members, addresses, payload, slow, begin, calls)):
             _begin_at_once(slow, lambda rank: begin(rank, None), calls)
     finally:
         if file is not None:
             file.close_after(list(calls.values()))
+
+
+def _pass_on(
+    members: Mapping[int, Node],
+    addresses: Mapping[int, str],
+    payload: Payload,
+    ranks: list[int],
+    begin: Callable[[int, PassedPayload | None], Call],
+    calls: dict[int, Call],
+) -> bool:
+    """Begin it on all of them, several of which pass the payload on; return False where they do not."""
+    if not payload.is_large:
+        return False
+    from skyproxy.pools.relaying import Relaying
+
+    relaying = Relaying(members, addresses, payload, ranks)
+    if not relaying:
+        return False
+    relaying.run(begin, calls)
+    return True
 
 
 def _begin_at_once(ranks: list[int], begin: Callable[[int], Call], calls: dict[int, Call]) -> None:

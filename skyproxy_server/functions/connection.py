@@ -18,7 +18,7 @@ from skyproxy_server import audit
 from skyproxy_server.auth import client_of
 from skyproxy_server.functions.events import OutgoingEvent
 from skyproxy_server.functions.known_functions import DIGEST_BYTES
-from skyproxy_server.functions.payload_file import is_payload_file, read_payload_file
+from skyproxy_server.functions.payload_file import is_payload_file, read_passed_payload, read_payload_file
 from skyproxy_server.functions.registry import NEVER_BEGUN, Calls
 
 logger = logging.getLogger("skyproxy.server")
@@ -88,8 +88,9 @@ class FunctionsConnection:
         fits = all(type(task.get(name)) is kind for name, kind in _TASK.items())
         fits = fits and _names_function(task, len(message.sizes)) and _has_known_options(task)
         fits = fits and (self._bind is not None or not task.get("bound"))
-        file = task.pop("file", None)
+        file, passed = task.pop("file", None), task.pop("passed", None)
         fits = fits and (file is None or (is_payload_file(file) and not message.buffers))
+        fits = fits and (passed is None or (_is_name(passed) and file is None and not message.buffers))
         fits = fits and type(task.get("isolate", False)) is bool and type(task.get("debug")) in (float, NoneType)
         if not fits or type(task.get("timeout")) not in (float, NoneType) or len(task["bases"]) >= len(message.sizes):
             raise ProtocolError(f"the task of call {message.call:.8} is malformed")
@@ -99,9 +100,12 @@ class FunctionsConnection:
         assembly = Assembly(message.sizes, message.buffers, allocate, self._settings.max_payload_bytes)
         self._coming[message.call] = message, assembly
         audit.note(client_of(self._transport), "call", session=self._session[:8], function=task["name"])
-        if file is not None:
+        if file is not None or passed is not None:
             try:
-                read_payload_file(file, assembly, message.call, message.sizes)
+                if passed is not None:
+                    read_passed_payload(self._session, passed, assembly, message.call, message.sizes)
+                else:
+                    read_payload_file(file, assembly, message.call, message.sizes)
             except OSError as error:
                 logger.debug("the payload of call %.8s is to be sent: %s", message.call, error)
                 del self._coming[message.call]
@@ -171,7 +175,11 @@ def _has_known_options(task: dict[str, object]) -> bool:
     if any(name in task and type(task[name]) is not kind for name, kind in _OPTIONS.items()):
         return False
     names: list[object] = task.get("forget", [])  # type: ignore[assignment]
-    return len(names) <= MAX_FORGOTTEN and all(type(name) is str and len(name) <= _LONGEST_NAME for name in names)
+    return len(names) <= MAX_FORGOTTEN and all(map(_is_name, names))
+
+
+def _is_name(name: object) -> bool:
+    return type(name) is str and len(name) <= _LONGEST_NAME
 
 
 def _names_function(task: dict[str, object], count: int) -> bool:

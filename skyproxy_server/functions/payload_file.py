@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from skyproxy.payloads.pieces import FILE_NAME, Assembly
 from skyproxy.protocol.call_messages import CallData
+from skyproxy.relays.relays import RELAYS
 
 _PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", re.ASCII)
 _PART_BYTES = 1 << 20
@@ -38,13 +39,29 @@ def read_payload_file(path: str, assembly: Assembly[object], call: str, sizes: S
             raise OSError(f"{path} is no payload in memory")
         if status.st_size != sum(sizes):
             raise OSError(f"{path} has {status.st_size} bytes, and not {sum(sizes)}")
-        at = 0
-        for index, size in enumerate(sizes):
-            for offset in range(0, size, _PART_BYTES):
-                part = os.pread(descriptor, min(_PART_BYTES, size - offset), at)
-                if len(part) != min(_PART_BYTES, size - offset):
-                    raise OSError(f"{path} has become shorter")
-                at += len(part)
-                assembly.add(CallData(call, 0, index, offset, (part,)))
+        _read_pieces(descriptor, assembly, call, sizes)
     finally:
         os.close(descriptor)
+
+
+def read_passed_payload(session: str, name: str, assembly: Assembly[object], call: str, sizes: Sequence[int]) -> None:
+    """Take all pieces of a payload that the client, or another worker, has brought to this process before.
+
+    Raises:
+        OSError: it is not here, or has another size.
+    """
+    with RELAYS.claimed(session, name) as descriptor:
+        if os.fstat(descriptor).st_size != sum(sizes):
+            raise OSError("the payload that was passed on has another size")
+        _read_pieces(descriptor, assembly, call, sizes)
+
+
+def _read_pieces(descriptor: int, assembly: Assembly[object], call: str, sizes: Sequence[int]) -> None:
+    at = 0
+    for index, size in enumerate(sizes):
+        for offset in range(0, size, _PART_BYTES):
+            part = os.pread(descriptor, min(_PART_BYTES, size - offset), at)
+            if len(part) != min(_PART_BYTES, size - offset):
+                raise OSError("a payload in memory has become shorter")
+            at += len(part)
+            assembly.add(CallData(call, 0, index, offset, (part,)))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from skyproxy.protocol.call_messages import CallEvent
+from skyproxy.relays.relays import RELAYS
 from skyproxy.runtime.actors import ACTORS
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.runtime.project_code import PROJECT_CODE
@@ -320,3 +321,4 @@ def _abandon(session: str, *calls: list[str]) -> None:
     LIFECYCLE.abandon(session, *calls)
     PROJECT_CODE.forget(session)
     ACTORS.forget(session)
+    RELAYS.forget(session)

@@ -23,6 +23,7 @@ SHARED_WITH_SERVER = {
     "patching",
     "payloads",
     "protocol",
+    "relays",
     "runtime",
     "settings",
     "snapshots",

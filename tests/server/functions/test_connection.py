@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from skyproxy.errors import SessionLostError
 from skyproxy.payloads.pieces import MAX_FORGOTTEN
 from skyproxy.protocol.call_messages import CallEvent, CallStart
 from skyproxy.protocol.messages import Message
+from skyproxy.relays.relays import RELAYS
 from skyproxy.settings import SETTINGS
 from skyproxy_server.activity import Activity
 from skyproxy_server.auth import Identity
@@ -118,6 +121,8 @@ def test_the_start_of_a_call_brings_the_word_that_others_may_be_forgotten(calls:
         {"forget": ["a" * 65]},
         {"forget": ["a"] * (MAX_FORGOTTEN + 1)},
         {"forget": {"a": 1}},
+        {"passed": "a"},  # with the bytes
+        {"passed": 1},
     ],
 )
 def test_options_that_cannot_be_end_the_connection(calls: Calls, options: dict[str, object]) -> None:
@@ -125,6 +130,41 @@ def test_options_that_cannot_be_end_the_connection(calls: Calls, options: dict[s
     serve(client, calls, [])
     assert "malformed" in client.closed
     assert calls.names() == []
+
+
+def passed(call: str, name: object, size: int, **options: object) -> CallStart:
+    return CallStart(call, TASK | {"passed": name, **options}, [size], ())
+
+
+@pytest.mark.parametrize("options", [{"name": 1}, {"name": "a" * 65}, {"name": "a", "file": "/proc/1/fd/1"}])
+def test_a_payload_that_was_passed_on_has_a_name_and_nothing_else(calls: Calls, options: dict[str, object]) -> None:
+    client = Client(passed("a", options.pop("name"), 10, **options))
+    serve(client, calls, [])
+    assert "malformed" in client.closed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files without a name are there on Linux only")
+def test_a_payload_that_was_passed_on_to_the_session_is_taken_once_and_no_other(calls: Calls) -> None:
+    content = pickle.dumps((len, ("abc",), {}))
+    digest = hashlib.sha256(content).digest()
+    try:
+        for session, name in (("session", "ours"), ("session", "short"), ("another", "theirs")):
+            RELAYS.get_or_make(session, name, len(content), digest).hold([content])
+        client = Client(
+            passed("a", "ours", len(content), bound=True),
+            passed("b", "ours", len(content), bound=True),
+            passed("c", "short", len(content) - 1, bound=True),
+            passed("d", "theirs", len(content), bound=True),
+        )
+        bound: list[str] = []
+        serve(client, calls, bound)
+        wait_for_end(calls, "a")
+        assert bound == calls.names() == ["a"]
+        asked = [(event.call, event.value) for event in client.events if event.kind == "unknown"]
+        assert asked == [(call, {"reason": "never begun"}) for call in "bcd"], "the client is to send the bytes"
+    finally:
+        for session in ("session", "another"):
+            RELAYS.forget(session)
 
 
 def test_who_may_not_bind_cannot(calls: Calls) -> None:
