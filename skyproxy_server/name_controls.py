@@ -12,24 +12,21 @@ from skyproxy import torch_codec
 from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.gates import storage_key
-from skyproxy_server.named_sessions import (
-    NamedSession,
+from skyproxy_server.named_errors import (
     NamedSessionChangedError,
     NamedSessionElsewhereError,
     NamedSessionInUseError,
     NamedSessionMovedError,
-    NamedSessions,
-    NamedValueRequests,
-    StoredValue,
 )
+from skyproxy_server.named_sessions import NamedSession, NamedSessions, NamedValueRequests, StoredValue
 from skyproxy_server.session_state import SessionState
-from skyproxy_server.snapshots.claims import claimed
+from skyproxy_server.snapshots.claims import claimed, ended_elsewhere, left_elsewhere, rows_elsewhere
 
 _MOST_CHARACTERS = 200
 _MOST_ADDRESS_CHARACTERS = 2000
 _NONE_HERE = (
-    "this worker has a process for each session, and keeps nothing of one that ends. Named sessions need a worker that "
-    "was started with --sessions-in-process"
+    "this worker has a process for each session, and no place where a named one could be saved when its process ends. "
+    "Start it with --snapshots DIR; or with --sessions-in-process, where they are kept in its memory"
 )
 
 
@@ -70,7 +67,7 @@ def hold_named(session: SessionState, name: str, take: bool) -> dict[str, object
     except NamedSessionInUseError as error:
         return {"held_seconds": error.seconds}
     except NamedSessionElsewhereError as error:
-        return {"held_seconds": 0.0, "elsewhere": error.where}
+        return {"held_seconds": error.seconds, **({} if error.is_here else {"elsewhere": error.where})}
     except NamedSessionMovedError as error:
         return {"moved": error.where}
     return {}
@@ -181,6 +178,8 @@ def named_sessions(session: SessionState) -> list[dict[str, object]]:
         return rows
     with session.idle():  # waiting for the disk computes nothing
         saved = session.snapshots.saved_sessions()
+        known = {row["name"] for row in rows}
+        rows += [row for row in rows_elsewhere(session) if row["name"] not in known]
     known = {row["name"] for row in rows}
     return rows + [
         {
@@ -202,8 +201,10 @@ def end_named(session: SessionState, name: str) -> bool:
     names = _names(session)
     _text(name)
     with session.idle():
+        was_here = names.store.end(names.owner, name)
+        was_there = not was_here and ended_elsewhere(session, name)
         was_saved = session.snapshots is not None and session.snapshots.delete_saved(name)
-        return names.store.end(names.owner, name) or was_saved
+        return was_here or was_there or was_saved
 
 
 def leave_named(session: SessionState, name: str, used_by: str, where: str) -> bool:
@@ -211,7 +212,10 @@ def leave_named(session: SessionState, name: str, used_by: str, where: str) -> b
     names = _names(session)
     if type(used_by) is not str or type(where) is not str or len(where) > _MOST_ADDRESS_CHARACTERS:
         raise ProtocolError("a session leaves for an address")
-    return names.store.leave(names.owner, _text(name), used_by, where)
+    if names.store.leave(names.owner, _text(name), used_by, where):
+        return True
+    with session.idle():
+        return left_elsewhere(session, name, used_by, where)
 
 
 def install() -> None:

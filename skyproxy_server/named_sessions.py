@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 from skyproxy.errors import LimitExceededError
 from skyproxy.settings import Settings
 from skyproxy_server.gates import storage_key
+from skyproxy_server.named_errors import NamedSessionChangedError, NamedSessionInUseError, NamedSessionMovedError
 
 TAKE_SECONDS = 20.0
 """The time that a session that is taken over may need to end its last batch."""
@@ -54,44 +56,19 @@ class Leases(Protocol):
     def acquire(self, owner: str, name: str, tag: str, *, take: bool, note_progress: Callable[[], object]) -> None:
         """Have a session."""
 
+    def end_elsewhere(self, owner: str, name: str, note_progress: Callable[[], object]) -> bool:
+        """Have another worker forget a session; return whether there was one."""
+
+    def leave_elsewhere(
+        self, owner: str, name: str, used_by: str, where: str, note_progress: Callable[[], object]
+    ) -> bool:
+        """Have another process of this worker forget a session that has moved; return whether there was one."""
+
+    def rows_elsewhere(self, owner: str) -> list[dict[str, object]]:
+        """Return what other workers of the volume have, as `NamedSessions.rows` does."""
+
     def settle(self, owner: str, name: str, tag: str) -> None:
         """Say which use of a session goes on here; no mark: it is not here after all."""
-
-
-class NamedSessionChangedError(Exception):
-    """Another client has used the session since."""
-
-
-class NamedSessionMovedError(Exception):
-    """The session goes on at another worker.
-
-    Attributes:
-        where: the address of that one, as its client gave it.
-    """
-
-    def __init__(self, where: str) -> None:
-        super().__init__("the session has moved to another worker")
-        self.where = where
-
-
-class NamedSessionElsewhereError(Exception):
-    """Another worker of the same volume has the session, and lives.
-
-    Attributes:
-        where: the machine and the process, for people.
-    """
-
-    def __init__(self, where: str) -> None:
-        super().__init__(f"another worker of this volume has the session: {where}")
-        self.where = where
-
-
-class NamedSessionInUseError(Exception):
-    """Another client holds the session, for so many seconds now."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__("another client holds this session")
-        self.seconds = seconds
 
 
 @dataclass(slots=True)
@@ -376,6 +353,43 @@ class NamedSessions:
         """Return those that no session uses."""
         with self._lock:
             return [one for one in self._sessions.values() if one.holder is None]
+
+    def use_of(self, owner: str, name: str) -> tuple[float, float | None]:
+        """Return for how long a session has been used, or has not; and for how long its client has not been heard:
+        none where it is, without end where there is no client.
+        """
+        with self._lock:
+            session = self._sessions.get((owner, name))
+            if session is None or session.holder is None:
+                return 0.0, math.inf
+            return self._clock() - session.since, session.holder.deserted_seconds
+
+    def give(self, owner: str, name: str, reason: str, save: Callable[[NamedSession], bool]) -> bool:
+        """Save a session for another worker, and forget it; return False if it could not be saved, and stays.
+
+        Args:
+            owner, name: which.
+            reason: what its client is told, which loses it.
+            save: writes it to the volume.
+        """
+        with self._lock:
+            session = self._sessions.get((owner, name))
+            holder = session.holder if session is not None else None
+        if session is None:
+            return True
+        if holder is not None:
+            if not holder.take_away(reason, TAKE_SECONDS):
+                return False
+            self.release(holder)
+        with self._lock:
+            if self._sessions.get((owner, name)) is not session:
+                return True
+            if session.holder is not None:
+                return False
+        if not save(session):
+            return False
+        self._end(owner, name, reason, 0.0)
+        return True
 
     def rows(self, owner: str) -> list[dict[str, object]]:
         """The sessions of a token: each with its size, age, and the time that it is still kept for."""

@@ -149,6 +149,7 @@ class WorkerHost:
         self._unused: list[NamedSession] = []
         self._met: list[NamedSession] = []
         self._unsaved = 0
+        self._saving = threading.Lock()
         self.on_session_end: Callable[[WorkerSession], object] = lambda session: None
         if functions:
             self.calls = Calls(devices, settings, self._activity)
@@ -157,10 +158,16 @@ class WorkerHost:
             output.install()
             terminal.install()
 
-    def keep_names(self) -> None:
-        """Keep other workers of the same volume from the named sessions that are here, and delete what has expired."""
+    def keep_names(self, owner: str | None = None, where: str = "") -> None:
+        """Keep other workers of the same volume from the named sessions that are here, and delete what has expired.
+
+        Args:
+            owner: the name of the only token whose sessions are here; None where those of all may be.
+            where: what people call this worker; by default its process.
+        """
         if self.named is not None and self._snapshots is not None:
-            self._keeper = NameKeeper(open_store(self._snapshots), self.named, self._settings)
+            root = open_store(self._snapshots)
+            self._keeper = NameKeeper(root, self.named, self._settings, self._save_one, owner, where)
             self._keeper.start()
 
     def close(self) -> None:
@@ -348,12 +355,32 @@ class WorkerHost:
         """Save the named sessions that no client uses, each once."""
         if self.named is None or self._snapshots is None:
             return 0
-        known = {id(one) for one in self._met}
-        due = {id(one): one for one in (*self._unused, *self.named.released()) if id(one) not in known}
-        self._met += due.values()
-        failed = save_unused(due.values(), self.named, self._snapshots, self._devices, self._settings)
-        self._unsaved += len(failed)
+        with self._saving:
+            known = {id(one) for one in self._met}
+            found = [one for one in (*self._unused, *self.named.released()) if one.values]  # else it was given away
+            due = {id(one): one for one in found if id(one) not in known}
+            self._met += due.values()
+            failed = save_unused(due.values(), self.named, self._snapshots, self._devices, self._settings)
+            self._unsaved += len(failed)
         return len(due) - len(failed)
+
+    def save_released(self) -> bool:
+        """Save the named sessions that no session uses any more; return False if one could not be, and stays."""
+        saved = [self._save_one(one) for one in self.named.released()] if self.named is not None else []
+        return all(saved)
+
+    def _save_one(self, session: NamedSession) -> bool:
+        """Save one for whoever wants it next; nothing, where it is saved already."""
+        if self.named is None or self._snapshots is None:
+            return False
+        with self._saving:
+            self._met = [one for one in self._met if one.values]  # the others have gone on elsewhere
+            if not session.values or any(session is one for one in self._met):
+                return True
+            if save_unused([session], self.named, self._snapshots, self._devices, self._settings):
+                return False
+            self._met.append(session)
+        return True
 
     def activity(self) -> dict[str, Any]:
         """Return what this worker is and does, as its operator wants to know it."""

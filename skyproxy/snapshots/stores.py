@@ -10,7 +10,6 @@ import errno
 import os
 import random
 import secrets
-import stat
 import tempfile
 import threading
 import time
@@ -20,13 +19,21 @@ from typing import Any, Protocol, TypeVar
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.extras import install_command
+from skyproxy.snapshots.locks import (
+    LOCK_LOOK_SECONDS,
+    LOCK_SECONDS,
+    SHARED_FILE,
+    SHARED_FOLDER,
+    is_shared,
+    lock,
+    open_lock,
+)
 
 T = TypeVar("T")
 _URL_MARK = "://"
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.2
 """Before the second attempt at a store elsewhere; twice as long before the third."""
-_LOCK_SECONDS, _LOCK_LOOK_SECONDS = 2.0, 0.01
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that another attempt would meet again."""
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -123,11 +130,6 @@ def open_store(location: str | os.PathLike[str]) -> FileStore:
     return LocalStore(Path(location))
 
 
-SHARED_FOLDER = 0o2770
-"""The mode of a folder whose group writes in it, and hands itself on to what is made there."""
-SHARED_FILE = 0o660
-
-
 class LocalStore:
     """A folder. What it makes is its user's alone; below one that its group shares, its group's as well.
 
@@ -154,7 +156,7 @@ class LocalStore:
 
     def prepare(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_shared(self.path.parent) and not _is_shared(self.path):
+        if is_shared(self.path.parent) and not is_shared(self.path):
             self.path.chmod(SHARED_FOLDER)
 
     def read(self, name: str) -> bytes:
@@ -182,7 +184,7 @@ class LocalStore:
         return self.path / f".{name}.draft"
 
     def publish(self, draft: Path, name: str) -> None:
-        if _is_shared(self.path):
+        if is_shared(self.path):
             draft.chmod(SHARED_FILE)
         os.replace(draft, self.path / name)
 
@@ -203,56 +205,28 @@ class LocalStore:
 
     @contextlib.contextmanager
     def exclusive(self, name: str) -> Iterator[None]:
-        with _open_lock(self.path / name) as file:
-            deadline = time.monotonic() + _LOCK_SECONDS
+        with open_lock(self.path / name) as file:
+            deadline = time.monotonic() + LOCK_SECONDS
             # Whoever has it may be stopped in between: without end, all others would be, too.
             while lock(file) is False and time.monotonic() < deadline:
-                time.sleep(_LOCK_LOOK_SECONDS)
+                time.sleep(LOCK_LOOK_SECONDS)
             yield
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[None]:
-        with _open_lock(self.path / name) as file:
+        with open_lock(self.path / name) as file:
             lock(file)
             yield
 
     def is_held(self, name: str) -> bool | None:
         if not (self.path / name).exists():
             return False
-        with _open_lock(self.path / name) as file:
+        with open_lock(self.path / name) as file:
             got = lock(file)
             return None if got is None else not got
 
     def __str__(self) -> str:
         return str(self.path)
-
-
-@contextlib.contextmanager
-def _open_lock(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def lock(file: int) -> bool | None:
-    """Lock an open file until it is closed; return False if somebody else has, None where the system cannot."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _is_shared(folder: Path) -> bool:
-    return os.name == "posix" and stat.S_IMODE(folder.stat().st_mode) == SHARED_FOLDER
 
 
 class _File:

@@ -33,6 +33,7 @@ from skyproxy_server.isolation.uploads import SharedUploads
 from skyproxy_server.isolation.visits import Visitor, Visits
 from skyproxy_server.listener import ConnectionHandler
 from skyproxy_server.program_log import log_to_stderr
+from skyproxy_server.snapshots.leases import describe_worker
 from skyproxy_server.worker_host import WorkerHost
 from skyproxy_server.worker_session import WorkerSession
 
@@ -40,6 +41,7 @@ logger = logging.getLogger("skyproxy.server")
 
 _LOOK_SECONDS = 0.25
 _PAUSE_SECONDS = 0.002
+_SAVE_AGAIN_SECONDS = 5.0
 _CLOSE_PLUGINS_SECONDS = 0.5
 _CLEANUP_SECONDS = 30.0
 """The time that interrupted functions have at least to clean up before their process ends."""
@@ -88,11 +90,16 @@ class SessionProcess:
         self._visitors: set[Visitor] = set()
         self._operations_over = threading.Event()
         self._over_since = 0.0
+        self._is_saving = False
         self._left_in_order = False
         self._tells_rows = False
         self._transports: set[WebSocketTransport] = set()
         self._lock = threading.Lock()
-        self._host.named = None  # it would end with this process
+        if start["snapshots"]:
+            # They end with this process, so they are saved before; the supervisor is what people know of this worker.
+            self._host.keep_names(self._client.name, describe_worker(start["supervisor"]))
+        else:
+            self._host.named = None
         self._host.on_session_end = self._on_session_end
         os.register_at_fork(after_in_child=self._abandon_in_child)
 
@@ -132,6 +139,9 @@ class SessionProcess:
                 threading.Thread(target=self._prepare, args=(order,), name="skyproxy-prepare", daemon=True).start()
             elif order["order"] == "leave":
                 self._host.announce_leaving(order["milliseconds"] / 1000)
+            elif order["order"] in ("save", "let-go"):
+                # Not here: the volume may hang.
+                threading.Thread(target=self._save_names, args=(order,), name="skyproxy-saving", daemon=True).start()
             elif order["order"] == "expire":
                 self._host.end_lasting()
             elif order["order"] in ("has-call", "visit", "found"):
@@ -150,13 +160,14 @@ class SessionProcess:
             time.sleep(_PAUSE_SECONDS)
 
     def _is_needed(self) -> bool:
-        """Return whether functions run, or results wait, that the client may still ask for from another session.
+        """Return whether names are being saved, functions run, or results wait that the client may still ask for from
+        another session.
 
         For as long as a worker keeps calls; then those that nobody listens to were interrupted, and get as long again.
         """
         calls = self._host.calls
-        if calls is None:
-            return False
+        if calls is None or self._is_saving:
+            return self._is_saving
         over_seconds, grace_seconds = time.monotonic() - self._over_since, SETTINGS.call_grace_seconds
         if over_seconds < grace_seconds:
             return calls.running > 0 or calls.is_awaited(told=not self._left_in_order)
@@ -238,8 +249,31 @@ class SessionProcess:
 
     def _on_session_end(self, session: WorkerSession) -> None:
         """The session is over; one that lasts, long after the connection that opened it."""
+        self._is_saving = True
         if session.lasting is not None:
             self._on_over(session.lasting)
+        try:
+            self._keep_names()
+        finally:
+            self._is_saving = False
+
+    def _keep_names(self) -> None:
+        """Save what is under names, before this process ends; on a full volume, try for as long as calls are kept."""
+        deadline = time.monotonic() + SETTINGS.call_grace_seconds
+        while not self._host.save_released() and time.monotonic() < deadline:
+            time.sleep(_SAVE_AGAIN_SECONDS)
+        self._host.close()
+
+    def _save_names(self, order: dict[str, Any]) -> None:
+        """The worker ends: save what no client uses, or let go of it."""
+        answer: dict[str, object] = {"saved": order["number"], "count": 0, "failed": 0}
+        if order["order"] == "save":
+            answer["count"] = self._host.save_named()
+            answer["failed"] = self._host.named_sessions()
+        else:
+            self._host.close()
+        with contextlib.suppress(ChannelClosedError):
+            self._control.send(answer)
 
     def _on_over(self, transport: Transport) -> None:
         self._left_in_order = transport.connection.goodbye is not None

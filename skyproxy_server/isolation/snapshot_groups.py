@@ -14,7 +14,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from skyproxy.snapshots.stores import SHARED_FILE, SHARED_FOLDER, LocalStore, is_address, open_store
+from skyproxy.snapshots.locks import SHARED_FILE, SHARED_FOLDER
+from skyproxy.snapshots.stores import LocalStore, is_address, open_store
 from skyproxy_server.snapshots.places import place_of
 
 logger = logging.getLogger("skyproxy.server")

@@ -98,6 +98,7 @@ class SupervisedSession:
         self._report: ProcessReport | None = None
         self._unanswered: set[tuple[str, int]] = set()
         """Questions that its process was asked, and has not answered: a word of the order, and a number."""
+        self._saved: dict[int, tuple[int, int]] = {}
         self._roles: set[str] = set()
         self._begun = threading.Event()
         self.resume = resume
@@ -205,6 +206,25 @@ class SupervisedSession:
         """Have the process tell its client that the worker ends."""
         with suppress(ChannelClosedError):
             self._control.send({"order": "leave", "milliseconds": int(seconds * 1000)}, wait=False)
+
+    # --- names ---------------------------------------------------------------------------------------------------
+
+    def save_names(self, *, lets_go: bool = False) -> int:
+        """Have the process save what is under names and used by no client, or let go of it; returns the question's
+        number.
+        """
+        with self._lock:
+            self._asked += 1
+            number = self._asked
+        with suppress(ChannelClosedError):
+            self._question("let-go" if lets_go else "save", number, {})
+        return number
+
+    def saved_names(self, number: int, deadline: float) -> tuple[int, int] | None:
+        """Return how many were saved, and how many could not be; None where no answer comes before `deadline`."""
+        with self._answered:
+            self._answered.wait_for(lambda: self.ended.is_set() or number in self._saved, remaining(deadline))
+            return self._saved.pop(number, None)
 
     # --- reports -------------------------------------------------------------------------------------------------
 
@@ -368,6 +388,8 @@ class SupervisedSession:
                 self._answered.notify_all()
         elif "prepared" in message:
             self._note_prepared(message)
+        elif "saved" in message:
+            self._note_saved(message)
         elif not self._on_other(self, message):
             raise ValueError("a message that nobody asked for")
 
@@ -381,6 +403,14 @@ class SupervisedSession:
             if number in self._prepared:
                 self._prepared[number] = answer
                 self._answered.notify_all()
+
+    def _note_saved(self, message: dict[str, Any]) -> None:
+        number, said = count(message["saved"]), (count(message.get("count")), count(message.get("failed")))
+        with self._answered:
+            word = "save" if ("save", number) in self._unanswered else "let-go"
+            self._take_question(word, number)
+            self._saved[number] = said
+            self._answered.notify_all()
 
     def _take_question(self, word: str, number: int) -> None:
         """Take note that a question is answered.

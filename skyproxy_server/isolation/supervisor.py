@@ -37,6 +37,8 @@ from skyproxy_server.status import MAX_SESSIONS
 logger = logging.getLogger("skyproxy.server")
 
 _REPORT_SECONDS = 0.3
+_LET_GO_SECONDS = 1.0
+"""The time that processes have, at the end of the worker, to take back their word on named sessions."""
 _PREPARE_SECONDS = 5.0
 """The time that a session may take to let go of a broken connection. Its client waits no longer, and asks again."""
 
@@ -81,6 +83,8 @@ class ProcessHost:
         self._devices: list[DeviceRow] = []
         self._software: dict[str, str] = {}
         self._closing = False
+        self._leave_until = 0.0
+        self._unsaved = 0
         self.spared: Callable[[], AbstractContextManager[Callable[[int], bool]]] = lambda: nullcontext(_is_nobody)
 
     def start(self, stop: threading.Event | None = None) -> list[DeviceRow]:
@@ -272,8 +276,13 @@ class ProcessHost:
 
     def announce_leaving(self, seconds: float) -> int:
         """Tell the clients that the worker ends; return how many."""
-        told = self._attached_sessions() if self._starter.snapshots() else []
-        for session in told:
+        if not self._starter.snapshots():
+            return 0
+        self._leave_until = time.monotonic() + seconds
+        told = self._attached_sessions()
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:  # also those without a connection, which look for what they have under names
             session.announce_leaving(seconds)
         return len(told)
 
@@ -294,12 +303,25 @@ class ProcessHost:
             return sum(session.is_open and session.detached_at is not None for session in self._sessions.values())
 
     def named_sessions(self) -> int:
-        """None are kept here."""
-        return 0
+        """The named sessions that could not be saved."""
+        return self._unsaved
 
     def save_named(self) -> int:
-        """None are kept here."""
-        return 0
+        """Have each process save what it has under names, and no client uses; return how many they say they saved in
+        the time that is left for leaving.
+        """
+        if not self._starter.snapshots():
+            return 0
+        answers = self._ask_for_names(self._leave_until)
+        self._unsaved = sum(failed for _, failed in answers)
+        return sum(saved for saved, _ in answers)
+
+    def _ask_for_names(self, deadline: float, *, lets_go: bool = False) -> list[tuple[int, int]]:
+        with self._lock:
+            sessions = list(self._sessions.values())
+        asked = [(session, session.save_names(lets_go=lets_go)) for session in sessions]
+        answers = [session.saved_names(number, deadline) for session, number in asked]
+        return [answer for answer in answers if answer is not None]
 
     def _attached_sessions(self) -> list[SupervisedSession]:
         with self._lock:
@@ -378,6 +400,8 @@ class ProcessHost:
             self._priorities.close()
         with self._lock:
             sessions = list(self._sessions.values())
+        if self._starter.snapshots():  # a worker on another machine need not wait for signs of life then
+            self._ask_for_names(time.monotonic() + _LET_GO_SECONDS, lets_go=True)
         for session in sessions:
             session.kill("the worker is shutting down")
         deadline = time.monotonic() + REAP_SECONDS

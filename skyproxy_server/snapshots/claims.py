@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 from skyproxy.errors import SnapshotError
-from skyproxy_server.named_sessions import NamedSessionElsewhereError
+from skyproxy_server.named_errors import NamedSessionElsewhereError, NamedSessionMovedError
+from skyproxy_server.named_sessions import Leases
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.volume import VolumeHangsError
 
@@ -29,6 +30,8 @@ def claimed(session: SessionState, name: str, *, tag: str = "", takes: bool = Fa
 
     Raises:
         NamedSessionElsewhereError: another worker of the volume has it.
+        NamedSessionMovedError: it has moved.
+        SnapshotError: the worker that has it cannot save it.
         VolumeHangsError: the volume does.
     """
     names, snapshots = session.names, session.snapshots
@@ -50,14 +53,50 @@ def claimed(session: SessionState, name: str, *, tag: str = "", takes: bool = Fa
     except OSError as error:
         # A full or broken volume is no reason to refuse what lies in memory.
         logger.warning("other workers of the volume cannot be told of the named session %r: %s", name, error)
-    except NamedSessionElsewhereError:
-        leases.settle(owner, name, "")
-        raise
     except VolumeHangsError:
         is_given_up.set()
+        raise
+    except (NamedSessionElsewhereError, NamedSessionMovedError, SnapshotError):
+        leases.settle(owner, name, "")
         raise
     try:
         yield
     finally:
         with contextlib.suppress(OSError, SnapshotError):
             snapshots.ask_volume(_WHAT, lambda _: leases.settle(owner, name, store.tag_of(owner, name)))
+
+
+def rows_elsewhere(session: SessionState) -> list[dict[str, object]]:
+    """Return the named sessions of a client's token that other workers of the volume have; none where it is broken."""
+    found = _leases_of(session)
+    if found is None or session.snapshots is None:
+        return []
+    leases, owner = found
+    try:
+        return session.snapshots.ask_volume(_WHAT, lambda _: leases.rows_elsewhere(owner))
+    except OSError as error:
+        logger.warning("the named sessions of other workers cannot be listed: %s", error)
+        return []
+
+
+def ended_elsewhere(session: SessionState, name: str) -> bool:
+    """Have another worker of the volume forget a named session; return whether it had one."""
+    found = _leases_of(session)
+    if found is None or session.snapshots is None:
+        return False
+    leases, owner = found
+    return session.snapshots.ask_volume(_WHAT, lambda note: leases.end_elsewhere(owner, name, note))
+
+
+def left_elsewhere(session: SessionState, name: str, used_by: str, where: str) -> bool:
+    """Have another process of this worker forget a named session that goes on at another one."""
+    found = _leases_of(session)
+    if found is None or session.snapshots is None:
+        return False
+    leases, owner = found
+    return session.snapshots.ask_volume(_WHAT, lambda note: leases.leave_elsewhere(owner, name, used_by, where, note))
+
+
+def _leases_of(session: SessionState) -> tuple[Leases, str] | None:
+    names = session.names
+    return None if names is None or names.store.leases is None else (names.store.leases, names.owner)

@@ -8,13 +8,8 @@ import torch
 
 from skyproxy.errors import LimitExceededError, SnapshotError
 from skyproxy.snapshots.documents import Row, Table, data, entry, real, refuse, rows, table, text, whole_number
-from skyproxy_server.named_sessions import (
-    NamedSession,
-    NamedSessionChangedError,
-    NamedSessionElsewhereError,
-    NamedValueRequests,
-    StoredValue,
-)
+from skyproxy_server.named_errors import NamedSessionChangedError, NamedSessionElsewhereError
+from skyproxy_server.named_sessions import NamedSession, NamedValueRequests, StoredValue
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.claims import claimed
 
@@ -61,8 +56,7 @@ def read_named(state: SessionState, document: Table, value_at: Callable[[object]
     names = state.names
     if names is None:
         raise SnapshotError(
-            f"this snapshot is of the named session {name!r}, and this worker has a process for each session, so it "
-            "keeps none by name. It is untouched; start the worker with --sessions-in-process"
+            f"this snapshot is of the named session {name!r}, and this worker keeps none by name. It is untouched"
         )
     if names.held is not None or not name:
         raise refuse("it is of a named session, and this one has a name already")

@@ -22,6 +22,7 @@ from skyproxy.errors import (
     UnknownNameError,
     UntrustedResultError,
 )
+from skyproxy_server.limits import are_sessions_separable
 from tests.integration.programs import ROOT, environment, wait_for, worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sends POSIX signals")
@@ -29,10 +30,15 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sends POSIX sig
 Connect = Callable[..., skyproxy.Node]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+PROCESSES = [pytest.mark.slow, pytest.mark.skipif(not are_sessions_separable(), reason="session processes need Linux")]
+
+
+@pytest.fixture(scope="module", params=["one process", pytest.param("a process each", marks=PROCESSES)])
+def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """The url and the token of a worker."""
-    with worker(tmp_path_factory.mktemp("worker")) as found:
+    folder = tmp_path_factory.mktemp("worker")
+    options = [] if request.param == "one process" else ["--session-processes", "--snapshots", str(folder / "volume")]
+    with worker(folder, *options) as found:
         yield found
 
 
@@ -215,11 +221,11 @@ def test_a_value_that_cannot_be_computed_is_not_kept(connect: Connect) -> None:
     assert node.named() == {}
 
 
-def test_a_worker_with_a_process_for_each_session_says_that_it_keeps_none(sky: str, tmp_path: Path) -> None:
+def test_a_worker_whose_sessions_end_with_their_processes_needs_a_place_for_snapshots(sky: str, tmp_path: Path) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("session processes need Linux")
     with worker(tmp_path, "--session-processes") as (url, token):
-        with pytest.raises(ConfigurationError, match="--sessions-in-process"):
+        with pytest.raises(ConfigurationError, match="--snapshots"):
             skyproxy.connect(url, token=token, session="exp1")
 
 

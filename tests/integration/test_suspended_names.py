@@ -15,16 +15,23 @@ import torch
 
 import skyproxy
 from skyproxy.errors import SessionHeldError, SessionLostError, SkyproxyError
+from skyproxy_server.limits import are_sessions_separable
 from tests.integration.programs import wait_for
 from tests.integration.test_named_sessions import Tied
 from tests.integration.test_suspending import Worker
 
+ONLY_WITH_PROCESSES = pytest.mark.skipif(not are_sessions_separable(), reason="session processes need Linux")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes without asking them")
 
 
-@pytest.fixture
-def worker(sky: str, tmp_path: Path) -> Iterator[Worker]:
-    made = Worker(tmp_path)
+BOTH = ["--sessions-in-process", pytest.param("--session-processes", marks=ONLY_WITH_PROCESSES)]
+
+
+@pytest.fixture(
+    params=["--sessions-in-process", pytest.param("--session-processes", marks=[ONLY_WITH_PROCESSES, pytest.mark.slow])]
+)
+def worker(sky: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Worker]:
+    made = Worker(tmp_path, request.param)
     yield made
     made.close()
 
@@ -44,6 +51,15 @@ def wait_until_left(worker: Worker) -> None:
             return json.load(response)["sessions"] == 0
 
     wait_for(is_left, "the session is over")
+
+
+def end_with_one_saved(worker: Worker) -> None:
+    """End the worker: what is under a name is on the volume now, if not before, as where its process has ended."""
+    if "--session-processes" in worker.options:
+        wait_for(lambda: snapshots_of(worker), "it is saved when its process ends")
+        assert "lost" not in worker.end()
+    else:
+        assert "1 saved by name" in worker.end()
 
 
 def snapshots_of(worker: Worker) -> list[Path]:
@@ -86,13 +102,14 @@ def test_the_program_that_holds_it_goes_on_and_a_later_one_finds_it(worker: Work
         assert all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in found.state_dict().items())
 
 
+@pytest.mark.parametrize("worker", BOTH, indirect=True)
 def test_what_no_program_uses_is_saved_and_found_by_the_next_one(worker: Worker) -> None:
     with connect(worker) as node:
         model = Tied().to(node.devices[0])
         node.put("model", model)
         kept = model.first.weight.detach().cpu()
     wait_until_left(worker)
-    assert "1 saved by name" in worker.end()
+    end_with_one_saved(worker)
     assert snapshots_of(worker)
     worker.start()
     assert "1 saved by name" not in worker.end()  # nobody came: it stays where it is
@@ -143,7 +160,7 @@ def test_a_saved_one_can_be_ended_by_name_and_its_size_is_bounded(worker: Worker
     with connect(worker) as node:
         node.put("x", [torch.arange(3.0, device=node.devices[0]), os.urandom(1 << 20)])
     wait_until_left(worker)
-    assert "1 saved by name" in worker.end()
+    end_with_one_saved(worker)
     worker.variables = {"SKYPROXY_MAX_NAMED_BYTES": str(1 << 16)}
     worker.start()
     with pytest.raises(SkyproxyError, match="structure of a named value"):
@@ -158,10 +175,10 @@ def test_a_saved_one_can_be_ended_by_name_and_its_size_is_bounded(worker: Worker
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[Worker]:
+def other(worker: Worker, tmp_path: Path) -> Iterator[Worker]:
     """A worker that sees another volume."""
     (tmp_path / "other").mkdir()
-    made = Worker(tmp_path / "other")
+    made = Worker(tmp_path / "other", worker.options[-1])
     yield made
     made.close()
 

@@ -11,13 +11,8 @@ import torch
 
 from skyproxy.errors import LimitExceededError
 from skyproxy.settings import Settings
-from skyproxy_server.named_sessions import (
-    NamedSessionChangedError,
-    NamedSessionInUseError,
-    NamedSessionMovedError,
-    NamedSessions,
-    StoredValue,
-)
+from skyproxy_server.named_errors import NamedSessionChangedError, NamedSessionInUseError, NamedSessionMovedError
+from skyproxy_server.named_sessions import NamedSessions, StoredValue
 from tests.integration.programs import wait_for
 
 SETTINGS = Settings(max_named_sessions=2, max_names=3, max_named_bytes=1 << 20)

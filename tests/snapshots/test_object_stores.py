@@ -10,7 +10,7 @@ import torch
 import skyproxy
 from skyproxy.errors import SnapshotError
 from skyproxy.snapshots.stores import open_store
-from skyproxy_server.named_sessions import NamedSessionElsewhereError
+from skyproxy_server.named_errors import NamedSessionElsewhereError
 from skyproxy_server.snapshots.leases import NameLeases
 from tests.server.snapshots.sessions import ADD_, Session, restored
 
@@ -108,4 +108,4 @@ def test_two_workers_of_a_bucket_know_of_each_others_named_sessions(address: str
     other.acquire("token", "exp", take=False)
     for worker in (one, other):
         worker.end()
-    assert root.child(".workers").files() == []
+    assert root.child("token").child(".workers").files() == []

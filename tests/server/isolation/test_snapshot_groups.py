@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import skyproxy
+from skyproxy.errors import SessionHeldError, SessionLostError
 from skyproxy_server.isolation.snapshot_groups import SnapshotGroups
 from skyproxy_server.limits import are_sessions_separable
 from tests.integration.programs import wait_for
@@ -23,7 +24,7 @@ from tests.server.isolation.test_session_users import (
     some_numbers,
     written,
 )
-from tests.server.isolation.workers import Worker
+from tests.server.isolation.workers import TOKEN, Worker
 
 __all__ = ["place", "python"]  # fixtures
 
@@ -88,6 +89,28 @@ def test_what_one_session_saved_another_one_restores(sky: str, place: Path, sess
     status = token.stat()
     assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (0, 0o2770)
     assert {stat.S_IMODE(path.stat().st_mode) for path in token.rglob("*") if path.is_file()} == {0o660}
+
+
+@needs_root
+def test_what_is_under_a_name_goes_from_one_user_to_the_next(sky: str, worker: Worker) -> None:
+    def connect(*, take: bool = False) -> skyproxy.Node:
+        return skyproxy.connect(worker.url, token=TOKEN, session="exp1", take=take)
+
+    with connect() as node:
+        x = torch.arange(3.0, device=node.devices[0])
+        node.put("x", x)
+        user = node.run(os.getuid)
+        with pytest.raises(SessionHeldError, match="in use by another client"):
+            connect()
+        with connect(take=True) as later:  # saved by the process of the one, read by that of the other
+            assert later.run(os.getuid) not in (0, user)
+            found = later.get("x")
+            found += 1
+            with pytest.raises(SessionLostError, match="took the session 'exp1' over"):
+                x.sum().item()
+    with connect() as last:
+        assert last.get("x").tolist() == [1, 2, 3]
+        last.forget("x")
 
 
 @needs_root

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import torch
 from skyproxy.errors import SnapshotError
 from skyproxy.settings import SETTINGS
 from skyproxy.snapshots.stores import LocalStore
-from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
+from skyproxy_server.named_sessions import NamedSession, NamedSessions, NamedValueRequests
 from skyproxy_server.snapshots import claims
 from skyproxy_server.snapshots.keeping import NameKeeper
-from tests.server.snapshots.sessions import Session
+from skyproxy_server.snapshots.unused_names import save_unused
+from tests.server.snapshots.sessions import DEVICES, Session
 from tests.server.test_named_sessions import FakeHolder
 
 
@@ -27,12 +28,23 @@ class Worker:
     def __init__(self, root: Path, machine: str = "", *, ops: bool = True, **limits: float) -> None:
         settings = dataclasses.replace(SETTINGS, **limits)
         self.names = NamedSessions(settings)
-        self.keeper = NameKeeper(LocalStore(root), self.names, settings)
+        self.saves = True
+        self.keeper = NameKeeper(LocalStore(root), self.names, settings, self._save)
         self.keeper.leases._machine = machine
         self.names.leases = self.keeper.leases
         self.holder = FakeHolder()
         self.session = Session(root, ops=ops, **limits)
         self.session.state.names = NamedValueRequests(self.names, "token", self.holder)
+
+        self._root, self._settings = root, settings
+
+    def _save(self, session: NamedSession) -> bool:
+        return self.saves and not save_unused([session], self.names, self._root, DEVICES, self._settings)
+
+    def ask(self, other: Worker) -> None:
+        """Have another worker look for claims while this one waits."""
+        pause = self.keeper.leases._pause
+        self.keeper.leases._pause = lambda seconds: (other.keeper.look_for_claims(), pause(0.02))
 
     def hold(self, *, take: bool = False) -> Any:
         return self.session.call("hold_named", "exp", take)
@@ -70,18 +82,100 @@ def start(tmp_path: Path) -> Any:
 Start = Callable[..., Worker]
 
 
-def test_a_name_that_another_worker_of_the_volume_has_is_not_begun_anew(start: Start) -> None:
-    one, other = start(name_lease_seconds=0.05), start(name_lease_seconds=0.05)
+def test_a_name_that_a_client_of_another_worker_of_the_volume_uses_is_not_begun_anew(start: Start) -> None:
+    one, other = start(), start()
     assert one.hold() == {}
     one.put(1)
-    one.leave()  # it is kept, and nobody uses it
-    one.keeper.leases._machine = other.keeper.leases._machine = "here"
-    one.keeper.leases.beat()
-    answer = other.hold()
-    assert f"process {os.getpid()}" in answer["elsewhere"]
+    one.keeper.leases._own = dataclasses.replace(one.keeper.leases._own, where="process 5 on mars")
+    one.keeper.leases.settle("token", "exp", "changed, so that it is written")
+    other.ask(one)
+    assert other.hold()["elsewhere"] == "process 5 on mars"
     assert other.names.rows("token") == []
-    assert one.hold() == {}
+    assert one.holder.reasons == []
     assert one.found() == [1] * 6
+
+
+def test_what_no_client_uses_at_another_worker_is_saved_there_and_found_here(start: Start) -> None:
+    one, other = start(), start()
+    one.hold()
+    one.put(1)
+    one.leave()
+    other.ask(one)
+    assert other.hold() == {}
+    assert other.found() == [1] * 6
+    assert one.names.rows("token") == []
+    assert other.session.call("list_snapshots") == []
+
+
+def test_a_client_that_is_not_heard_for_long_enough_uses_nothing_there(start: Start) -> None:
+    one, other = start(named_return_seconds=0.3), start(named_return_seconds=0.3)
+    one.hold()
+    one.put(1)
+    began_at = time.monotonic()
+    one.holder = one.session.state.names.holder  # type: ignore[union-attr]
+    type(one.holder).deserted_seconds = property(lambda self: time.monotonic() - began_at)  # type: ignore[assignment]
+    try:
+        other.ask(one)
+        assert other.hold() == {}
+    finally:
+        del type(one.holder).deserted_seconds
+    assert other.found() == [1] * 6
+    assert "another client took the session" in one.holder.reasons[0]
+    assert time.monotonic() - began_at >= 0.3
+
+
+def test_what_is_taken_is_saved_before_by_the_worker_that_had_it(start: Start) -> None:
+    one, other = start(), start()
+    one.hold()
+    one.put(1)
+    other.ask(one)
+    assert other.hold(take=True) == {}
+    assert other.found() == [1] * 6, "also what only that worker's memory had"
+    assert "what was put under a name there is kept" in one.holder.reasons[0]
+    one.keeper.tend()
+    assert one.names.rows("token") == []
+    assert len(one.holder.reasons) == 1
+
+
+def test_what_cannot_be_saved_stays_where_it_is(start: Start) -> None:
+    one, other = start(), start()
+    one.hold()
+    one.put(1)
+    one.saves = False
+    other.ask(one)
+    assert other.hold(take=True)["type"] == "SnapshotError"
+    assert len(one.names.rows("token")) == 1
+    one.saves = True
+    assert other.hold() == {}  # its client was told; nobody uses it
+    assert other.found() == [1] * 6
+
+
+def test_it_is_listed_and_ended_from_another_worker(start: Start) -> None:
+    one, other = start(), start()
+    one.hold()
+    one.put(1)
+    one.keeper.tend()
+    (row,) = other.session.call("named_sessions")
+    assert (row["name"], row["names"], row["held"]) == ("exp", 1, True)
+    other.ask(one)
+    assert other.session.call("end_named", "exp") is True
+    assert "ended by name" in one.holder.reasons[0]
+    assert other.session.call("named_sessions") == []
+    assert other.session.call("end_named", "exp") is False
+
+
+def test_a_process_hears_from_another_one_of_its_worker_that_its_session_has_moved(start: Start) -> None:
+    one, other, third = start(), start(), start()
+    one.hold()
+    one.put(1)
+    for worker in (other, third):
+        worker.ask(one)
+    assert other.session.call("leave_named", "exp", "another session", "wss://there") is False
+    assert len(one.names.rows("token")) == 1
+    assert other.session.call("leave_named", "exp", one.holder.identity, "wss://there") is True
+    assert one.names.rows("token") == []
+    assert third.hold() == {"moved": "wss://there"}
+    assert third.hold(take=True) == {}
 
 
 def test_a_name_whose_worker_has_let_go_of_it_is_free_at_once(start: Start) -> None:
@@ -97,7 +191,7 @@ def test_what_is_taken_ends_at_the_worker_that_had_it(start: Start) -> None:
     one.hold()
     one.put(1)
     assert other.hold(take=True) == {}
-    one.keeper.tend()
+    one.keeper.tend()  # it was stopped for a while, and has not answered
     assert "is used at another worker of the same volume" in one.holder.reasons[0]
     assert one.names.rows("token") == []
     other.keeper.tend()
@@ -129,6 +223,7 @@ def test_a_snapshot_does_not_bring_back_what_another_worker_has_in_use(start: St
     one.session.call("save_snapshot", "later")  # before it heard of it
     other.keeper.leases._machine = third.keeper.leases._machine = "here"
     other.keeper.leases.beat()
+    third.ask(other)
     error = third.session.call("load_snapshot", "later")
     assert error["type"] == "SnapshotError"
     assert "another worker of this volume" in error["message"]
@@ -145,8 +240,8 @@ def test_a_volume_that_takes_nothing_keeps_nobody_from_what_lies_in_memory(
     monkeypatch.setattr(LocalStore, "write", no_space)
     assert worker.hold() == {}
     assert "No space left" in caplog.text
-    worker.keeper._try(worker.keeper.leases.beat)
-    worker.keeper._try(worker.keeper.leases.beat)
+    worker.keeper._try(worker.keeper.leases._signs_of("token").beat)
+    worker.keeper._try(worker.keeper.leases._signs_of("token").beat)
     assert caplog.text.count("cannot be used for named sessions now") == 1
 
 
