@@ -74,7 +74,7 @@ def _with_bits_of(self: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Give a tensor another one's conjugate and negative bits: `set_` leaves them, whatever its source has."""
     if self.is_conj():
         value = value.conj()
-    return torch._neg_view(value) if self.is_neg() else value
+    return torch.ops.aten._neg_view(value) if self.is_neg() else value
 
 
 def _get_untyped_storage(storage: object) -> Any:
