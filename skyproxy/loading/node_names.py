@@ -95,8 +95,9 @@ class NodeNames:
         if "elsewhere" in answer:
             raise SessionHeldError(
                 f"the session {name!r} is in use, or in the memory, of another worker that has the same volume "
-                f"({visible(str(answer['elsewhere']))}). Connect there. With take=True that worker saves it for you, and "
-                "its client loses its session; one that does not answer is not waited for, and you get what was saved last."
+                f"({visible(str(answer['elsewhere']))}). Connect there. With take=True that worker saves it for you, "
+                "and its client loses its session; one that does not answer is not waited for, and you get what was "
+                "saved last."
             )
         if "held_seconds" in answer:
             raise SessionHeldError(
