@@ -24,11 +24,10 @@ from skyproxy.cli.arguments import (
 from skyproxy.cli.exit_codes import ExitCode
 from skyproxy.cli.fleet import Fleet, WorkerRow, not_found
 from skyproxy.cli.fleets import asks_for_cluster, fleet_of, has_cluster, locate
-from skyproxy.cli.jobs import connection, show_logs
+from skyproxy.cli.jobs import RankOfJob, jobs_on, show_logs
 from skyproxy.cli.output import age_text, bytes_text, console, note, show_json, show_table, warn
 from skyproxy.contexts import ContextStore
 from skyproxy.errors import ClusterError, ConfigurationError, visible_output
-from skyproxy.jobs.job import Job
 from skyproxy.kubernetes.address import ClusterAddress
 
 _COLUMNS = ("current", "name", "provider", "where", "phase", "nodes", "devices", "idle", "age")
@@ -161,6 +160,7 @@ def logs(
     tail: Annotated[int | None, typer.Option(min=0, help="Only the last N lines.")] = None,
     node: Annotated[int | None, typer.Option(min=0, help="Only this node's log.")] = None,
     job: Annotated[str | None, typer.Option("--job", help="The output of this job instead.")] = None,
+    rank: RankOfJob = None,
     provider: Provider = None,
     namespace: Namespace = None,
     context: KubeContext = None,
@@ -170,9 +170,11 @@ def logs(
     """Show a worker's log, or the output of a job on it; with --json, one object per line."""
     address = address_of(namespace, context, kubeconfig)
     if job is not None:
-        with connection(name, provider, address) as open_connection:
-            show_logs(Job(job, [open_connection]), follow=follow, tail=tail, as_json=as_json)
+        with jobs_on(name, provider, address, job) as found:
+            show_logs(found, follow=follow, tail=tail, node=node, rank=rank, as_json=as_json)
         return
+    if rank is not None:
+        raise ConfigurationError("--rank is for the output of a job. Name one: --job JOB")
 
     async def work() -> None:
         worker, fleet = await locate(name, provider, address)

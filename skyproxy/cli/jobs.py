@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -28,6 +29,7 @@ from skyproxy.contexts import Context
 from skyproxy.errors import ConfigurationError, SkyproxyError, visible_output
 from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
 from skyproxy.jobs.link import JobLink, OpenConnection, jobs_hello
+from skyproxy.jobs.output import JobLine
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.transport.base import Transport
 from skyproxy.transport.links import is_link, read_url
@@ -48,6 +50,10 @@ _On = Annotated[
     ),
 ]
 _JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")]
+NodeOfJob = Annotated[int | None, typer.Option("--node", min=0, help="Only what this node has printed.")]
+RankOfJob = Annotated[
+    int | None, typer.Option("--rank", min=0, help="Only what this rank has printed, of a job under torchrun.")
+]
 _Follow = Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the job ends.")]
 _COLUMNS = ("name", "state", "exit", "restarts", "age", "kind", "title", "node")
 _BYTES_A_LINE = 200
@@ -107,7 +113,9 @@ def _exit_text(status: JobStatus) -> str:
 def logs(
     job: _JobName,
     follow: _Follow = False,
-    tail: Annotated[int | None, typer.Option(min=0, help="Only the last N lines.")] = None,
+    tail: Annotated[int | None, typer.Option(min=0, help="Only the last N lines, of each node.")] = None,
+    node: NodeOfJob = None,
+    rank: RankOfJob = None,
     on: _On = None,
     provider: Provider = None,
     namespace: Namespace = None,
@@ -115,24 +123,40 @@ def logs(
     kubeconfig: Kubeconfig = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a job has printed; with --json, one object per line."""
-    with connection(on, provider, address_of(namespace, context, kubeconfig)) as open_connection:
-        show_logs(Job(job, [open_connection]), follow=follow, tail=tail, as_json=as_json)
+    """Show what a job has printed, on all of its nodes; with --json, one object per line."""
+    with jobs_on(on, provider, address_of(namespace, context, kubeconfig), job) as found:
+        show_logs(found, follow=follow, tail=tail, node=node, rank=rank, as_json=as_json)
 
 
-def show_logs(job: Job, *, follow: bool, tail: int | None, as_json: bool = False) -> None:
-    """Print the lines of a job."""
-    lines = job.logs(follow=follow) if tail is None else _tail(job, tail, follow=follow)
+def show_logs(
+    job: Job,
+    *,
+    follow: bool,
+    tail: int | None,
+    node: int | None = None,
+    rank: int | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print the lines of a job, those of several nodes with the node in front."""
+    tail_bytes = tail * _BYTES_A_LINE if follow and tail is not None else None
+    lines = job.log_lines(follow, tail_bytes, node=node, rank=rank)
+    if tail is not None and not follow:
+        lines = _tail(lines, tail)
     for line in lines:
-        typer.echo(json.dumps({"name": job.name, "line": line}) if as_json else visible_output(line))
+        if as_json:
+            number = {"node": line.node} if job.node_count > 1 else {}
+            typer.echo(json.dumps({"name": job.name, **number, "line": line.text}))
+        else:
+            number_text = f"[node {line.node}] " if job.node_count > 1 and node is None else ""
+            typer.echo(number_text + visible_output(line.text))
 
 
-def _tail(job: Job, count: int, *, follow: bool) -> Iterator[str]:
-    if follow:
-        yield from job.logs(follow=True, tail_bytes=count * _BYTES_A_LINE)
-        return
-    lines = list(job.logs())
-    yield from lines[len(lines) - min(count, len(lines)) :]
+def _tail(lines: Iterator[JobLine], count: int) -> Iterator[JobLine]:
+    last: dict[int, deque[JobLine]] = {}
+    for line in lines:
+        last.setdefault(line.node, deque(maxlen=count)).append(line)
+    for kept in last.values():
+        yield from kept
 
 
 @app.command("remove", epilog=examples_text("skyproxy jobs remove"))
@@ -145,13 +169,15 @@ def remove(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Forget a job that has ended, with its output, its result and its checkpoints."""
-    with _jobs_on(on, provider, address_of(namespace, context, kubeconfig), job) as found:
+    with jobs_on(on, provider, address_of(namespace, context, kubeconfig), job) as found:
         found.remove()
     note(f"The job {job} is removed.")
 
 
 def attach(
     job: _JobName,
+    node: NodeOfJob = None,
+    rank: RankOfJob = None,
     on: _On = None,
     provider: Provider = None,
     namespace: Namespace = None,
@@ -159,14 +185,14 @@ def attach(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Follow a job's output until it ends, and exit with its status. Ctrl-C detaches; the job runs on."""
-    with connection(on, provider, address_of(namespace, context, kubeconfig)) as open_connection:
-        follow(Job(job, [open_connection]))
+    with jobs_on(on, provider, address_of(namespace, context, kubeconfig), job) as found:
+        follow(found, node, rank)
 
 
-def follow(job: Job) -> NoReturn:
+def follow(job: Job, node: int | None = None, rank: int | None = None) -> NoReturn:
     """Print a job's output until it ends, and exit as it did."""
     try:
-        show_logs(job, follow=True, tail=None)
+        show_logs(job, follow=True, tail=None, node=node, rank=rank)
         status = job.wait()
     except KeyboardInterrupt:
         note(f"Detached; the job {job.name} runs on. Follow it again: skyproxy attach {job.name}")
@@ -187,7 +213,7 @@ def cancel(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """End a job: its processes get SIGTERM, and SIGKILL when its grace is over."""
-    with _jobs_on(on, provider, address_of(namespace, context, kubeconfig), job) as found:
+    with jobs_on(on, provider, address_of(namespace, context, kubeconfig), job) as found:
         before = found.status()
         if before.has_ended:
             note(f"The job {job} has ended already: it {ending_of(before)}.")
@@ -242,7 +268,7 @@ def connection(on: str | None, provider: ProviderName | None, address: ClusterAd
     """Give what opens connections for jobs to the worker that a command means."""
 
     async def find() -> WorkerAccess:
-        chosen = access_of_environment() if on is None and provider is None and not address.options else None
+        chosen = _access_of_environment(on, provider, address)
         if chosen is not None:
             return chosen
         worker, fleet = await locate(on, provider, address)
@@ -253,6 +279,13 @@ def connection(on: str | None, provider: ProviderName | None, address: ClusterAd
         yield opener_of(access)
     finally:
         access.close()
+
+
+def _access_of_environment(
+    on: str | None, provider: ProviderName | None, address: ClusterAddress
+) -> WorkerAccess | None:
+    """Return the worker of SKYPROXY_URL, where a command names none."""
+    return access_of_environment() if on is None and provider is None and not address.options else None
 
 
 def opener_of(access: WorkerAccess) -> OpenConnection:
@@ -273,20 +306,31 @@ def opener_of(access: WorkerAccess) -> OpenConnection:
 
 
 @contextmanager
-def _jobs_on(on: str | None, provider: ProviderName | None, address: ClusterAddress, name: str) -> Iterator[Job]:
-    """Give a job of the worker that a command means, with all its parts."""
+def jobs_on(on: str | None, provider: ProviderName | None, address: ClusterAddress, name: str) -> Iterator[Job]:
+    """Give a job of the worker that a command means, with all its parts where the worker has several nodes itself."""
     with connection(on, provider, address) as open_connection:
         with JobLink(open_connection) as link:
             row: Mapping[str, Any] = link.ask("status", name=name)[0]
         part = row.get("part")
-        count = part[1] if isinstance(part, list) and len(part) == 2 else 1
-        if count == 1:
+        index, count = part if isinstance(part, list) and len(part) == 2 else (0, 1)
+        saved = _saved_cluster(on, provider, address) if count != 1 else None
+        if saved is None:
+            if count != 1:
+                # A pool of workers that know nothing of each other: only the program that made it has them all.
+                warn(f"This is node {index} of the {count} that the job {name} runs on: ask the other workers, too.")
             yield Job(name, [open_connection])
             return
-        worker, fleet = asyncio.run(locate(on, provider, address))
-        saved = asyncio.run(fleet.context(worker))
     with cluster_pool(saved, int(count)) as pool:
         yield pool.job(name)
+
+
+def _saved_cluster(on: str | None, provider: ProviderName | None, address: ClusterAddress) -> Context | None:
+    """Return the worker that a command means, if it is one in a cluster, which may have several nodes."""
+    if _access_of_environment(on, provider, address) is not None:
+        return None
+    worker, fleet = asyncio.run(locate(on, provider, address))
+    saved = asyncio.run(fleet.context(worker))
+    return saved if saved.provider == "kubernetes" else None
 
 
 def cluster_pool(saved: Context, nodes: int) -> Compute:

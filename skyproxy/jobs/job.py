@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from skyproxy.errors import JobFailedError, ProtocolError, visible
-from skyproxy.jobs.link import WAIT_SECONDS, JobLink, OpenConnection, Row, log_pieces, result_bytes
+from skyproxy.errors import ConfigurationError, JobFailedError, ProtocolError, visible
+from skyproxy.jobs.link import WAIT_SECONDS, JobLink, OpenConnection, Row, result_bytes
+from skyproxy.jobs.output import JobLine, followed_lines, kept_lines
 from skyproxy.settings import SETTINGS
 
 _TAIL_BYTES = 4000
 _TAIL_LINES = 20
-_MAX_LINE_LENGTH = 1 << 20
 _ENDED = ("succeeded", "failed", "cancelled", "lost")
 _WORST_FIRST = ("failed", "lost", "cancelled", "running", "restarting", "preempted", "succeeded")
 """States, by which of them a job of several nodes is in when its parts differ."""
@@ -88,6 +87,17 @@ class Job:
         self._nodes = list(nodes)
         self._trusted = trusted
 
+    @property
+    def node_count(self) -> int:
+        """The number of nodes that it runs on.
+
+        Example:
+            ```python
+            print(node.submit_job(pow, 2, 10).node_count)  # 1
+            ```
+        """
+        return len(self._nodes)
+
     def status(self) -> JobStatus:
         """Ask for its state; of a job on several nodes, the one that matters most: a failed part is a failed job.
 
@@ -128,15 +138,29 @@ class Job:
                 rows.append(_wait_on(link, self.name, deadline))
         return _worst_status(rows)
 
-    def logs(self, follow: bool = False, tail_bytes: int | None = None) -> Iterator[str]:
+    def logs(
+        self,
+        follow: bool = False,
+        tail_bytes: int | None = None,
+        *,
+        node: int | None = None,
+        rank: int | None = None,
+    ) -> Iterator[str]:
         """Yield the lines that it has printed, standard output and standard error together.
 
-        Of a job on several nodes, one node after the other. What a worker no longer keeps is left out:
+        Of a job on several nodes, each line has its node in front: one node after the other, or with `follow` as the
+        lines come. Under torchrun, the rank follows. What a worker no longer keeps is left out:
         SKYPROXY_MAX_JOB_LOG_BYTES.
 
         Args:
-            follow: go on until the job has ended; of several nodes, on the first one.
-            tail_bytes: only about this many bytes of the end.
+            follow: go on until the job has ended, on all nodes.
+            tail_bytes: only about this many bytes of the end of each node's.
+            node: only what this node has printed, without its number.
+            rank: only what this rank has printed, of a job under torchrun.
+
+        Raises:
+            ConfigurationError: there is no such node, or the job has no ranks.
+            ConnectError: a node cannot be reached; with `follow`, after the last line of the others.
 
         Example:
             ```python
@@ -144,13 +168,34 @@ class Job:
                 print(line)
             ```
         """
+        is_marked = len(self._nodes) > 1 and node is None
+        for line in self.log_lines(follow, tail_bytes, node=node, rank=rank):
+            yield f"[node {line.node}] {line.text}" if is_marked else line.text
+
+    def log_lines(
+        self, follow: bool = False, tail_bytes: int | None = None, *, node: int | None = None, rank: int | None = None
+    ) -> Iterator[JobLine]:
+        """Yield the same with the nodes apart: `line.node` and `line.text`.
+
+        Example:
+            ```python
+            for line in node.job("night-run").log_lines():
+                print(line.node, line.text)
+            ```
+        """
+        if node is not None and not 0 <= node < len(self._nodes):
+            raise ConfigurationError(f"the job {self.name} runs on {len(self._nodes)} nodes: there is no node {node}.")
+        if rank is not None and self._kind() != "torchrun":
+            raise ConfigurationError(f"the job {self.name} does not run under torchrun: it has no rank {rank}.")
+        nodes = {number: one for number, one in enumerate(self._nodes) if node in (None, number)}
         offset = 0 if tail_bytes is None else -max(tail_bytes, 0)
-        patience = SETTINGS.reconnect_seconds if follow else 0.0
-        for number, open_connection in enumerate(self._nodes[:1] if follow else self._nodes):
-            if len(self._nodes) > 1 and not follow:
-                yield f"--- node {number}"
-            with JobLink(open_connection, patience) as link:
-                yield from _lines(log_pieces(link, self.name, offset, follow=follow))
+        lines = (followed_lines if follow else kept_lines)(self.name, nodes, offset)
+        prefix = "" if rank is None else f"[rank {rank}] "
+        return (line for line in lines if line.text.startswith(prefix))
+
+    def _kind(self) -> str:
+        with JobLink(self._nodes[0]) as link:
+            return status_of(link.ask("status", name=self.name)[0]).kind
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for its end and return what its function returned; None for a script that ended with exit code 0.
@@ -279,17 +324,3 @@ def _wait_on(link: JobLink, name: str, deadline: float | None) -> JobStatus:
 def _worst_status(rows: list[JobStatus]) -> JobStatus:
     known = [row for row in rows if row.state in _WORST_FIRST] or rows
     return min(known, key=lambda row: _WORST_FIRST.index(row.state) if row.state in _WORST_FIRST else 0)
-
-
-def _lines(pieces: Iterator[bytes]) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    rest = ""
-    for piece in pieces:
-        *lines, rest = (rest + decoder.decode(piece)).split("\n")
-        yield from lines
-        if len(rest) > _MAX_LINE_LENGTH:  # one without an end would be kept for ever
-            yield rest
-            rest = ""
-    rest += decoder.decode(b"", final=True)
-    if rest:
-        yield rest

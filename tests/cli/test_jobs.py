@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from skyproxy.cli.fleet import WorkerRow
-from skyproxy.cli.jobs import tell_of_jobs
+from skyproxy.cli.fleet import WorkerAccess, WorkerRow
+from skyproxy.cli.jobs import opener_of, show_logs, tell_of_jobs
 from skyproxy.cli.main import app
 from skyproxy.contexts import Context, ContextStore
+from skyproxy.jobs.job import Job
+from skyproxy.jobs.link import JobLink, send_job
+from skyproxy.jobs.output import JobLine
 from tests.jobs.workers import TOKEN, worker_with_jobs
-from tests.server.jobs.programs import LONG
+from tests.server.jobs.programs import LONG, payload_of
 
 
 @pytest.fixture
@@ -100,6 +103,33 @@ def test_what_a_job_prints_cannot_command_the_terminal(dev: int, tmp_path: Path)
     assert "\x1b]52" not in shown
     assert "\x07" not in shown
     assert "red" in shown
+
+
+def test_a_part_of_a_job_of_workers_that_are_no_cluster_says_that_it_is_one(dev: int, tmp_path: Path) -> None:
+    text = "print('[rank 2] two')\nprint('[rank 3] three')\n"
+    with JobLink(opener_of(WorkerAccess(f"ws://127.0.0.1:{dev}", TOKEN))) as link:
+        asked = {"name": "big", "kind": "torchrun", "title": "t", "part": [1, 4]}
+        send_job(link, asked, payload_of(tmp_path, text))
+    attached = skyproxy("attach", "big")
+    assert attached.stdout == "[rank 2] two\n[rank 3] three\n"
+    assert "This is node 1 of the 4 that the job big runs on" in attached.stderr
+    for words in (("jobs", "logs", "big"), ("logs", "dev", "--job", "big"), ("attach", "big")):
+        assert skyproxy(*words, "--rank", "3").stdout == "[rank 3] three\n"
+    assert "Name one: --job" in skyproxy("logs", "dev", "--rank", "3", status=2).stderr
+    assert "there is no node 7" in skyproxy("jobs", "logs", "big", "--node", "7", status=2).stderr
+
+
+def test_lines_of_several_nodes_have_their_node(capsys: pytest.CaptureFixture[str]) -> None:
+    class Big(Job):
+        def log_lines(self, *args: Any, **options: Any) -> Iterator[JobLine]:
+            return (JobLine(node, f"{node} {n}\x1b[2J") for node in range(2) for n in range(3))
+
+    job = Big("big", [lambda: None, lambda: None])  # type: ignore[arg-type, return-value]
+    show_logs(job, follow=False, tail=2)
+    assert capsys.readouterr().out == "[node 0] 0 1\n[node 0] 0 2\n[node 1] 1 1\n[node 1] 1 2\n"
+    show_logs(job, follow=True, tail=None, as_json=True)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[3] == {"name": "big", "node": 1, "line": "1 0\x1b[2J"}
 
 
 def test_options_of_jobs_need_detach(dev: int, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_job_of_several_nodes_is_as_good_as_its_worst_part(tmp_path: Path) -> 
         start(opener(second), payload_of(tmp_path, "print('two')\nraise SystemExit(5)\n"))
         job = Job("mine", [opener(first), opener(second)])
         assert (job.wait(PATIENCE_SECONDS).state, job.wait().exit_code) == ("failed", 5)
-        assert list(job.logs()) == ["--- node 0", "one", "--- node 1", "two"]
+        assert list(job.logs()) == ["[node 0] one", "[node 1] two"]
         job.remove()
         with pytest.raises(UnknownJobError):
             job.status()
