@@ -140,6 +140,9 @@ class Settings:
     quarters, a snapshot is taken."""
     silence_seconds: float = 10.0
     """A connection that answered nothing for this long is taken for broken, where it can be made anew."""
+    client_silence_seconds: float = 15.0
+    """A worker cuts the connections of a client that has said nothing for this long, though it was asked, and may come
+    back to its session. 0: the system tells, after some minutes."""
     session_grace_seconds: float = 600.0
     """The time for which a worker keeps a session without a connection, if its client asks for it. 0: not at all."""
     max_detached_sessions: int = 16

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
 from skyproxy import torch_codec
 from skyproxy_server.blobs import Keeping
 from skyproxy_server.cuda_staging import IncomingTensor
+
+LOOK_SECONDS = 5.0
+"""The interval at which whoever waits for an upload looks whether its client is still there."""
 
 
 class IncomingTransfer:
@@ -26,7 +30,13 @@ class IncomingTransfer:
         kept: what takes a copy of each piece, for later uploads of the same content.
     """
 
-    def __init__(self, byte_count: int) -> None:
+    def __init__(self, byte_count: int, has_left: Callable[[], bool] = lambda: False) -> None:
+        """Get ready for so many bytes.
+
+        Args:
+            byte_count: how many come.
+            has_left: tells whether the client is gone for good.
+        """
         self.target: torch.Tensor | None = None
         self.view: memoryview | None = None
         self.byte_count = byte_count
@@ -36,6 +46,7 @@ class IncomingTransfer:
         self.early: list[tuple[int, int]] = []
         self.pieces: list[tuple[int, int]] = []
         self.kept: Keeping | None = None
+        self._has_left = has_left
         self._done = threading.Event()
         self._error: Exception | None = None
         try:
@@ -57,7 +68,13 @@ class IncomingTransfer:
         Raises:
             Exception: there was no memory, the client cancelled the transfer, or the connection ended.
         """
-        self._done.wait()
+        before = -1
+        while not self._done.wait(LOOK_SECONDS):
+            # Nobody reads the operations connection meanwhile; what comes on the bulk connection may still be complete.
+            if self.missing == before and self._has_left():
+                self.over = True
+                self.fail(RuntimeError("the client has left in the middle of an upload"))
+            before = self.missing
         if self._error is not None:
             raise self._error
         assert self.target is not None

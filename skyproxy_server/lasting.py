@@ -64,6 +64,12 @@ class LastingTransport(Transport):
         """Since when there is no link, on the clock of `time.monotonic`; None while there is one."""
         return self._detached_at
 
+    @property
+    def is_over(self) -> bool:
+        """True if nobody can take it up again, also where whoever uses it has not looked since."""
+        since = self._detached_at
+        return self._is_over or (since is not None and time.monotonic() - since >= self.grace_seconds)
+
     # --- links -------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> tuple[int, int]:
@@ -88,6 +94,16 @@ class LastingTransport(Transport):
             if self._detached_at is not None:
                 self._detached_at = time.monotonic()
         return attempt, link.connection.last_sequence
+
+    def give_up_link(self) -> None:
+        """Cut the link of a client that says nothing; its session is kept for as long as without one."""
+        with self._changed:
+            link, attempt = self._link, self._attempt
+        if link.cut():
+            with self._changed:
+                if attempt != self._attempt:
+                    return  # it is on its way
+            self._detach(link)
 
     def attach(self, link: Transport, attempt: int, received: int) -> bool:
         """Go on with this connection; return False if another one was faster, or the session is over.

@@ -82,6 +82,7 @@ class Transfers:
         lasting: whether the bulk connection may be replaced when it breaks.
         on_cancel_operations: called with the number of each `CancelOperations`, on the thread that receives.
         on_load: called so with what the client says of itself unasked.
+        has_left: tells whether the client is gone for good, so that nothing comes any more.
     """
 
     lasting = False
@@ -128,6 +129,7 @@ class Transfers:
         self._is_detached = False
         self._ended = False
         self.on_cancel_operations: Callable[[int], object] = lambda number: None
+        self.has_left: Callable[[], bool] = lambda: False
         self.on_load: Callable[[dict[str, int]], object] = lambda load: None
 
     def arrival(self, number: int, byte_count: int) -> IncomingTransfer:
@@ -137,7 +139,7 @@ class Transfers:
             if arrival is None:
                 # No bytes may come of a transfer that was cancelled before its announcement was executed.
                 reason = self._cancelled.pop(number, None)
-                arrival = self._arrivals[number] = IncomingTransfer(byte_count if reason is None else 0)
+                arrival = self._arrivals[number] = IncomingTransfer(byte_count if reason is None else 0, self.has_left)
                 if reason is not None:
                     arrival.over = True
                     arrival.target = arrival.view = None
@@ -181,7 +183,7 @@ class Transfers:
             if arrival is None:
                 if len(self._arrivals) - len(self._announced) >= _MOST_UNANNOUNCED:
                     raise ProtocolError(f"{_MOST_UNANNOUNCED} transfers have begun that no command speaks of")
-                arrival = self._arrivals[number] = IncomingTransfer(byte_count)
+                arrival = self._arrivals[number] = IncomingTransfer(byte_count, self.has_left)
             if arrival.byte_count != byte_count:
                 raise ProtocolError(
                     f"transfer {number} has {arrival.byte_count} bytes: what has {byte_count} does not fit"

@@ -29,6 +29,7 @@ from skyproxy_server.functions.registry import Calls
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.named_sessions import NamedSession, NamedSessions
+from skyproxy_server.silence import SilenceWatch
 from skyproxy_server.snapshots.keeping import NameKeeper
 from skyproxy_server.snapshots.unused_names import save_unused
 from skyproxy_server.status import MAX_SESSIONS
@@ -150,6 +151,7 @@ class WorkerHost:
         self._met: list[NamedSession] = []
         self._unsaved = 0
         self._saving = threading.Lock()
+        self._silence = SilenceWatch(settings.client_silence_seconds, self._lasting_clients)
         self.on_session_end: Callable[[WorkerSession], object] = lambda session: None
         if functions:
             self.calls = Calls(devices, settings, self._activity)
@@ -213,6 +215,8 @@ class WorkerHost:
             self._sessions[session.identity] = session
             self._sessions_ever += 1
             only_one_session(self._sessions_ever == 1 and calls is not None)
+        if session.lasting is not None:
+            self._silence.begin()
         self._activity.touch()
         logger.info("session %s opened by %s", session.identity[:8], hello.software)
         audit.note(client, "session-begin", session=session.identity[:8])
@@ -267,6 +271,10 @@ class WorkerHost:
             found = [session.lasting for session in self._sessions.values() if session.lasting is not None]
         for lasting in found:
             lasting.end()
+
+    def _lasting_clients(self) -> list[tuple[str, WorkerSession]]:
+        with self._lock:
+            return [(name, one) for name, one in self._sessions.items() if one.lasting is not None]
 
     def _limit_detached(self) -> None:
         """End the session that is longest without a connection, where too many are."""

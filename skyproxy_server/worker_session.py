@@ -38,6 +38,7 @@ from skyproxy_server.session_report import (
     running_op,
     running_place,
 )
+from skyproxy_server.silence import has_hung_up
 from skyproxy_server.snapshots.requests import SessionSnapshots
 from skyproxy_server.transfers import Transfers
 
@@ -91,6 +92,7 @@ class WorkerSession:
             most_blob_bytes=self.client.bounds.blob_bytes,
         )
         self._transfers.lasting = self.lasting is not None
+        self._transfers.has_left = self.has_left
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executor.state.identity, self._executor.state.calls = self.identity, calls
         self._executor.make_room = lambda: make_room(self)
@@ -132,6 +134,31 @@ class WorkerSession:
         """
         since = [self._lost_bulk_at, self.lasting.detached_at if self.lasting is not None else None]
         return max((time.monotonic() - at for at in since if at is not None), default=None)
+
+    @property
+    def heard(self) -> int | None:
+        """The bytes that have come from its client; None where that may not come back, or has no connection now."""
+        if self.lasting is None or not self.lasting.secret or self.is_detached or self._bulk is None:
+            return None
+        return self._transport.bytes_received + self._bulk.bytes_received
+
+    def ask(self) -> None:
+        """Have the client's side of the connections answer, if it is there."""
+        self._transport.keep_alive()
+        if self._bulk is not None:
+            self._bulk.keep_alive()
+
+    def give_up(self) -> None:
+        """Cut the connections of a client that says nothing: its session waits for it as for any other."""
+        if self.lasting is None:
+            return
+        if self._bulk is not None:
+            self._bulk.cut()
+        self.lasting.give_up_link()
+
+    def has_left(self) -> bool:
+        """Return whether its client is gone and cannot come back, which who executes does not see."""
+        return self.lasting.is_over if self.lasting is not None else has_hung_up(self._transport)
 
     @property
     def commands_done(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -17,9 +18,11 @@ import torch
 
 import skyproxy
 from skyproxy import nodes
+from skyproxy.errors import SessionHeldError
 from skyproxy.settings import SETTINGS
 from tests.integration import network
 from tests.integration.broken_connections import check_same, train
+from tests.integration.chaos_proxy import chaos_proxy
 from tests.integration.programs import ROOT, environment, wait_for, worker
 
 pytestmark = [
@@ -103,6 +106,7 @@ def test_a_worker_that_is_stopped_for_longer_than_the_heartbeats_loses_nothing(
 CLIENT = """
 import sys, torch, skyproxy
 from tests.integration.broken_connections import check_same, train
+from tests.integration.chaos_proxy import chaos_proxy
 
 def before_step(step):
     if step == 4:
@@ -119,7 +123,7 @@ print("exact")
 
 
 def test_a_client_that_is_stopped_for_longer_than_the_heartbeats_loses_nothing(tmp_path: Path) -> None:
-    with worker(tmp_path) as (url, token):
+    with worker(tmp_path, SKYPROXY_CLIENT_SILENCE_SECONDS="0.5") as (url, token):
         program = subprocess.Popen(
             [sys.executable, "-c", CLIENT, url],
             stdout=subprocess.PIPE,
@@ -144,6 +148,42 @@ def test_a_client_that_is_stopped_for_longer_than_the_heartbeats_loses_nothing(t
         finally:
             program.kill()
             program.communicate()
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), pytest.param(("--session-processes",), marks=pytest.mark.slow)], ids=["in the worker", "process"]
+)
+def test_a_worker_lets_go_of_a_client_that_says_nothing_and_not_of_one_that_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """No side is told that the cable is pulled out; and the client would not notice for long."""
+    patient = dataclasses.replace(IMPATIENT, ping_interval_seconds=1000.0, silence_seconds=1000.0)
+    monkeypatch.setattr(nodes, "SETTINGS", patient)
+    snapshots = ("--snapshots", str(tmp_path / "snapshots"))
+    variables = {"SKYPROXY_CLIENT_SILENCE_SECONDS": "1", "SKYPROXY_NAMED_RETURN_SECONDS": "0.5"}
+    with (
+        worker(tmp_path, *arguments, *snapshots, **variables) as (url, token),
+        chaos_proxy(int(url.rpartition(":")[2])) as proxy,
+    ):
+        quiet = skyproxy.connect(f"ws://127.0.0.1:{proxy.port}", token=token)
+        gone = skyproxy.connect(f"ws://127.0.0.1:{proxy.port}", token=token, session="exp1")
+        gone.put("x", torch.ones(3, device=gone.devices[0]))
+        time.sleep(3)  # the quiet time itself
+        assert has_noticed(quiet)() is has_noticed(gone)() is False
+        proxy.stall()
+        with contextlib.ExitStack() as later:
+
+            def connect() -> skyproxy.Node | None:
+                with contextlib.suppress(SessionHeldError):
+                    return later.enter_context(skyproxy.connect(url, token=token, session="exp1"))
+                return None
+
+            # Nobody waits for minutes, and nobody needs `take=True`.
+            assert wait_for(connect, "the name is free", 30).get("x").tolist() == [1, 1, 1]
+        proxy.cut()
+        assert torch.ones(3, device=quiet.devices[0]).sum().item() == 3
+        for node in (quiet, gone):
+            node.close()
 
 
 @pytest.fixture(scope="module")
