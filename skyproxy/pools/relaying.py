@@ -35,6 +35,8 @@ _AT_A_TIME = 16
 _ANSWER_SECONDS = 10.0
 """For which a process may take no notice, before others are sent the payload that it was to pass on."""
 _LOOK_SECONDS = 1.0
+_WORTH_BYTES = 4 << 20
+"""Bytes that need not be sent: a fraction of a second on a laptop's uplink; asking processes takes some round trips."""
 _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _ALONE: WeakSet[Node] = WeakSet()
 """Those that could not reach another one; the client sends to them."""
@@ -72,7 +74,7 @@ class Relaying:
         self._passed = PassedPayload(self._name, [flat_size(piece) for piece in self._pieces])
         self._digest = b""
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
-        self._asked: dict[tuple[int, str], tuple[Call, float]] = {}
+        self._asked: dict[tuple[int, str], float] = {}
         """The questions that processes have not answered, and when they were asked."""
         self._going: set[tuple[int, str]] = set()
         self._there: dict[int, float] = {}
@@ -80,7 +82,7 @@ class Relaying:
         self._troubled = self._abandoned = False
 
     def __bool__(self) -> bool:
-        return bool(self._children)
+        return self._size * sum(map(len, self._children.values())) >= _WORTH_BYTES
 
     def run(self, begin: Begin, calls: dict[int, Call]) -> None:
         """Begin a call on each process, as soon as that has the payload.
@@ -185,11 +187,10 @@ class Relaying:
 
     def _give_up_the_late(self) -> None:
         now = time.monotonic()
-        for (rank, step), (call, since) in list(self._asked.items()):
+        for (rank, step), since in list(self._asked.items()):
             if now > self._limit(rank, step, since) and (rank, step) in self._going:
                 self._going.discard((rank, step))
                 del self._asked[rank, step]
-                call.cancel()
                 logger.info("skyproxy: rank %d did not pass a payload on (%s)", rank, step)
                 self._on_answer(rank, step, None)
 
@@ -215,7 +216,7 @@ class Relaying:
             try:
                 asked = Payload.of(function, (self._name, *beside, *args))
                 call = self._members[rank].submit_payload(asked, results="value", debug=False)
-                self._asked[rank, step] = call, time.monotonic()
+                self._asked[rank, step] = time.monotonic()
                 call.add_done_callback(lambda ended: self._events.put((rank, step, _answer_of(ended))))
             except BaseException as error:  # whatever it is: somebody waits for an answer
                 logger.debug("skyproxy: rank %d cannot be asked to pass a payload on: %s", rank, error)
@@ -247,9 +248,7 @@ class Relaying:
                 break
             if step == "begin" and not isinstance(answer, BaseException):
                 answer.cancel()
-        for call, _ in list(self._asked.values()):
-            call.cancel()
-        self._end_relays()
+        self._end_relays()  # by which what they were asked ends, too: that needs no interrupt in the midst of it
 
     def _end_relays(self) -> None:
         for rank in self._places:

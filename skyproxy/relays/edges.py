@@ -47,7 +47,7 @@ def receive(
         fingerprint: of its certificate.
         secret: for this connection.
         size, digest: of the payload, as the client says.
-        is_over: asked once a second, while that process has not got it; true where nobody wants it any more.
+        is_over: asked again and again, once a second at least; true where nobody wants it any more.
 
     Raises:
         UnreachableError: it cannot be reached.
@@ -88,6 +88,8 @@ def receive(
                     raise ConnectionResetError("the other process is gone")
                 if time.monotonic() > until:
                     raise TimeoutError("the other process is too slow")
+                if is_over():
+                    raise OSError("nobody wants it any more")
                 writer.write(memory[:count])
                 left -= count
             content = writer.finish()

@@ -117,6 +117,7 @@ class Relay:
         """
         context, fingerprint = own_certificate()
         listening = _listen(address)
+        listening.settimeout(_LOOK_SECONDS)
         with self._changed:
             if self._ended or self._listening is not None:
                 listening.close()
@@ -128,7 +129,6 @@ class Relay:
         return port, fingerprint
 
     def _accept(self, listening: socket.socket, context: object) -> None:
-        listening.settimeout(_LOOK_SECONDS)
         while not self._is_over() and self._expected:
             try:
                 peer, _ = listening.accept()

@@ -64,10 +64,9 @@ class Relays:
         """End a relay, or see to it that there never is one."""
         with self._lock:
             relay = self._relays.get((session, name))
+            self._note_end(session, name)
         if relay is not None:
             relay.end()
-        else:
-            self._drop(session, name)
 
     def forget(self, session: str) -> None:
         """End those of a session that has ended."""
@@ -79,9 +78,12 @@ class Relays:
     def _drop(self, session: str, name: str) -> None:
         with self._lock:
             self._relays.pop((session, name), None)
-            self._gone[session, name] = None
-            while len(self._gone) > _REMEMBERED:
-                self._gone.popitem(last=False)
+            self._note_end(session, name)
+
+    def _note_end(self, session: str, name: str) -> None:
+        self._gone[session, name] = None
+        while len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
 
     def __len__(self) -> int:
         return len(self._relays)

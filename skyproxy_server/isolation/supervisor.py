@@ -214,7 +214,7 @@ class ProcessHost:
     ) -> LentConnection:
         assert isinstance(transport, WebSocketTransport)
         offers = {"functions": int(self._starter.runs_functions(session.client)), "cancels": 1}
-        offers["isolates"] = offers["functions"]
+        offers["isolates"] = offers["passes_payloads"] = offers["functions"]
         if self._blobs is not None:
             offers.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         if self._starter.snapshots():

@@ -41,6 +41,7 @@ class Link:
         url: where the worker listens, at its other end.
         token: the worker's.
         process: the worker.
+        address, gateway: of the worker in its network, and of this machine there.
     """
 
     url: str
@@ -48,10 +49,43 @@ class Link:
     process: subprocess.Popen[bytes]
     namespace: str
     device: str
+    address: str
+    gateway: str
 
     def set(self, *, up: bool) -> None:
         """Plug the cable in, or pull it out: what is on its way is lost, and nobody is told."""
         _run("ip", "-n", self.namespace, "link", "set", self.device, "up" if up else "down")
+
+
+@contextlib.contextmanager
+def cable_between(one: Link, other: Link) -> Iterator[None]:
+    """A cable between the networks of two workers, who reach each other over it at the addresses that we know."""
+    mark = secrets.token_hex(3)
+    ends = {one: f"sky{mark}c", other: f"sky{mark}d"}
+    first, second = ends.values()
+    _run("ip", "-n", one.namespace, "link", "add", first, "type", "veth", "peer", second, "netns", other.namespace)
+    try:
+        for end, device in ends.items():
+            _run("ip", "-n", end.namespace, "link", "set", device, "up")
+        for here, there in ((one, other), (other, one)):
+            route = ["ip", "-n", here.namespace, "route", "add", f"{there.address}/32", "dev", ends[here]]
+            _run(*route, "src", here.address)
+        yield
+    finally:
+        _run("ip", "-n", one.namespace, "link", "del", first)
+
+
+@contextlib.contextmanager
+def silence_between(one: Link, other: Link) -> Iterator[None]:
+    """What these workers send each other goes to this machine, which drops it without a word."""
+    for here, there in ((one, other), (other, one)):
+        gateway = ["via", here.gateway]
+        _run("ip", "-n", here.namespace, "route", "add", f"{there.address}/32", *gateway)
+    try:
+        yield
+    finally:
+        for here, there in ((one, other), (other, one)):
+            _run("ip", "-n", here.namespace, "route", "del", f"{there.address}/32")
 
 
 @contextlib.contextmanager
@@ -83,4 +117,4 @@ def worker_behind_a_link(folder: Path, *arguments: str) -> Iterator[Link]:
         stack.callback(process.wait)
         stack.callback(process.kill)
         port = wait_for(lambda: port_in(log, process), "the worker listens", 100)
-        yield Link(f"ws://{there}:{port}", token, process, namespace, theirs)
+        yield Link(f"ws://{there}:{port}", token, process, namespace, theirs, there, here)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from skyproxy.errors import RankErrors, SkyproxyError
 from skyproxy.pools import relaying
 from skyproxy.pools.ranks import RankGroup
 from skyproxy.pools.relaying import Relaying
+from tests.server.isolation.workers import TOKEN, Worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="payloads are passed on by workers on Linux only")
 MIB = 1 << 20
@@ -44,10 +46,6 @@ def pool() -> Iterator[sky.Compute]:
 def ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankGroup, "addresses", property(addresses))
     monkeypatch.setattr(relaying, "_ALONE", set())
-
-
-def own_rank(payload: bytes) -> tuple[int, int]:
-    return hash(payload), sky.instance_info().rank
 
 
 def bytes_sent(pool: sky.Compute) -> list[int]:
@@ -79,10 +77,10 @@ def nothing_is_left(pool: sky.Compute) -> bool:
     return True
 
 
-def broadcast(pool: sky.Compute) -> None:
+def broadcast(pool: sky.Compute, ranks: int = RANKS) -> None:
     """Every rank gets its own, whatever happens on the way."""
     answers = pool.broadcast(lambda payload: (len(payload), payload[-9:], sky.instance_info().rank), PAYLOAD)
-    assert answers == [(len(PAYLOAD), PAYLOAD[-9:], rank) for rank in range(RANKS)]
+    assert answers == [(len(PAYLOAD), PAYLOAD[-9:], rank) for rank in range(ranks)]
 
 
 def test_it_is_sent_once(pool: sky.Compute) -> None:
@@ -200,6 +198,18 @@ def test_an_interrupt_ends_it_everywhere(pool: sky.Compute, monkeypatch: pytest.
         broadcast(pool)
     assert nothing_is_left(pool)
     broadcast(pool)
+
+
+def test_sessions_with_processes_of_their_own_pass_it_on_to_one_another(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    try:
+        with sky.Compute(provider=sky.Remote([worker.url] * 3, token=TOKEN)) as pool:
+            assert pool.broadcast(len, "abc") == [3] * 3
+            with sends(pool, ONCE, *[NEXT_TO_NOTHING] * 2):
+                broadcast(pool, 3)
+            assert nothing_is_left(pool)
+    finally:
+        worker.end()
 
 
 def test_a_process_that_dies_in_the_middle_ends_the_broadcast_and_the_next_one_works(

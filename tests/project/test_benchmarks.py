@@ -257,6 +257,20 @@ def test_the_benchmark_of_pools_measures_everyone(tmp_path: Path) -> None:
     assert all(min(row["sky"]) > 0 for row in rows)
 
 
+def test_the_benchmark_of_broadcasts_counts_what_is_sent() -> None:
+    broadcasts: Any = importlib.import_module("broadcasts")
+    rows = {row.name: row for row in broadcasts.measure(2, 5, None, 0.0, 1)}
+    assert list(rows) == [
+        "5 MiB to 2 processes on as many machines",
+        "sent, on as many machines",
+        "5 MiB to 2 processes on one machine",
+        "sent, on one machine",
+    ]
+    for where in ("on as many machines", "on one machine"):
+        assert 5 < rows[f"sent, {where}"].sky[0] < 6
+        assert 10 < rows[f"sent, {where}"].other[0] < 11
+
+
 def test_kinds_of_operations_on_new_shapes_are_inferred_by_rules(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake tensor costs a hundred times as much as a rule; the few kinds that need one are named here."""
     from skyproxy.tensor.dispatch import inference
