@@ -273,7 +273,10 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
                 self._take_in(node)
         else:
             self._scheduler = workers.begin(
-                self._concurrency, self._retry, is_held=self._has_actors, on_node=self._take_in
+                self._concurrency,
+                self._retry,
+                is_held=lambda rank: self._has_actors(rank) or self._has_jobs(rank),
+                on_node=self._take_in,
             )
         RUNNING.add(self)
 
