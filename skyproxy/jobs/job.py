@@ -125,6 +125,7 @@ class Job:
 
         Raises:
             TimeoutError: it still runs.
+            ConnectError: its worker cannot be reached, for longer than SKYPROXY_RECONNECT_SECONDS or the time-out.
 
         Example:
             ```python
@@ -134,7 +135,10 @@ class Job:
         deadline = None if timeout is None else time.monotonic() + timeout
         rows = []
         for open_connection in self._nodes:
-            with JobLink(open_connection, SETTINGS.reconnect_seconds) as link:
+            patience = SETTINGS.reconnect_seconds
+            if deadline is not None:
+                patience = min(patience, max(deadline - time.monotonic(), 0.0))
+            with JobLink(open_connection, patience) as link:
                 rows.append(_wait_on(link, self.name, deadline))
         return _worst_status(rows)
 

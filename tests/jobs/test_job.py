@@ -74,6 +74,18 @@ def test_a_wait_has_an_end(tmp_path: Path) -> None:
             job.status()
 
 
+def test_a_wait_for_a_worker_that_is_gone_has_an_end_too() -> None:
+    asked: list[int] = []
+
+    def gone() -> Transport:
+        asked.append(1)
+        raise ConnectError("nobody answers")
+
+    with pytest.raises(ConnectError, match="nobody answers"):
+        Job("mine", [gone]).wait(0.1)
+    assert len(asked) >= 2  # it might have come back
+
+
 def test_who_follows_goes_on_with_the_next_worker(tmp_path: Path) -> None:
     """The worker of a job is taken away and comes back, at another address here; the job says so to who follows it."""
     text = """

@@ -162,7 +162,18 @@ def documents() -> list[Block]:
         Block(
             "000-grpo",
             grpo,
-            after="    assert all(p.device.type == 'sky' for p in ref_model.parameters())\n    print('synced')\n",
+            after=(
+                "    import torch\n"
+                "    assert trainer_device != vllm_device\n"
+                "    for p, ref_p in zip(model.parameters(), ref_model.parameters()):\n"
+                "        assert (p.device, ref_p.device) == (trainer_device, vllm_device)\n"
+                "        assert torch.equal(p.cpu(), ref_p.cpu())\n"
+                "        p.data.add_(1)\n"
+                "        assert not torch.equal(p.cpu(), ref_p.cpu())\n"
+                "        ref_p.data.copy_(p.data)\n"
+                "        assert torch.equal(p.cpu(), ref_p.cpu())\n"
+                "    print('synced')\n"
+            ),
             expected=["synced"],
         ),
         Block("001-ddp", ddp, expected=["Epoch 9: loss=", "Rank 0: loss=", "Rank 3: loss="]),
