@@ -191,6 +191,7 @@ class Broadcasts:
                     name=call.name,
                     results="remote" if call.options.remote else "value",
                     isolate=bool(call.options.isolate),
+                    debug=call.options.debug,
                     context={**crew.context(rank), **beside},
                     file=file,
                 )

@@ -60,6 +60,7 @@ class CallOptions:
         retry: when it is made once more; the pool's rule by default.
         isolate: whether it runs in a process of its own; as the settings say by default.
         max_restarts: how often all ranks of a broadcast begin again where one of them has failed.
+        debug: whether its breakpoints wait; as the settings say by default.
     """
 
     timeout_seconds: float | None = None
@@ -68,6 +69,7 @@ class CallOptions:
     retry: Retry | None = None
     isolate: bool | None = None
     max_restarts: int = 0
+    debug: bool | None = None
 
     @property
     def rank(self) -> int | None:

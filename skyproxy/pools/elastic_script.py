@@ -147,7 +147,7 @@ class ElasticScript:
                     continue  # lost just now
 
     def _submit(self, function: Callable[..., T], args: tuple[object, ...], rank: int) -> PoolFuture[T]:
-        options = CallOptions(on=rank, retry=Retry(0))
+        options = CallOptions(on=rank, retry=Retry(0), debug=False)
         return self._pool.submit_call(PendingCompute(function, args, {}, options, self._script.name))
 
     def _check_time(self) -> None:

@@ -280,7 +280,7 @@ class PoolCalls:
             ElasticScript(self, packed, timeout_seconds, self.spec.timeout_seconds).run()
             return
         call: PendingCompute[None] = PendingCompute(
-            run_script, (packed,), {}, CallOptions(timeout_seconds), script.name
+            run_script, (packed,), {}, CallOptions(timeout_seconds, debug=False), script.name
         )
         call.broadcast(self)
 

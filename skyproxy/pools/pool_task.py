@@ -36,6 +36,7 @@ class PoolTask:
         self.timeout_seconds = call.options.timeout_seconds
         self.results = "remote" if call.options.remote else "value"
         self.isolate = bool(call.options.isolate)
+        self.debug = call.options.debug
         self.is_stream = is_stream(call.function)
         self.pinned = rank
         self.rank = rank

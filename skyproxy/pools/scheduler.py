@@ -305,6 +305,7 @@ class Scheduler:
                     name=task.name,
                     results=task.results,
                     isolate=task.isolate,
+                    debug=task.debug,
                     context=self._context(task.rank),
                     quiet=True,
                     begun=begun,

@@ -8,13 +8,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyproxy
+import skyproxy.errors
 from skyproxy import nodes
 from skyproxy.functions.waiting_calls import WAITING_CALLS
+from skyproxy.pools import PendingCompute, pool_calls
+from skyproxy.pools.call_options import CallOptions
 from skyproxy.runtime import debug_rooms
 from skyproxy.runtime.debug_rooms import Line
 from skyproxy.settings import Settings
@@ -195,6 +199,25 @@ def test_ranks_of_a_pool_wait_each_by_itself_and_say_which_they_are(monkeypatch:
         assert future.result(WAIT_SECONDS) == [(0, 8), (1, 9)]
         for line, _ in lines:
             line.close()
+
+
+def fail_as_script(script: object) -> None:
+    raise ValueError("not 42")
+
+
+@pytest.mark.usefixtures("rooms")
+def test_what_runs_a_script_does_not_wait_itself_where_the_script_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(nodes, "SETTINGS", dataclasses.replace(nodes.SETTINGS, debug=True))
+    monkeypatch.setattr(pool_calls, "run_script", fail_as_script)
+    (tmp_path / "train.py").touch()
+    with skyproxy.Compute(provider=skyproxy.Local(device="cpu"), nodes=2) as pool:
+        with pytest.raises(skyproxy.errors.RankErrors, match="not 42"):
+            pool.torchrun(tmp_path / "train.py", timeout=WAIT_SECONDS)
+        single = PendingCompute(fail, (), {}, CallOptions(debug=False), "fail")  # as an elastic pool makes it
+        with pytest.raises(ValueError, match="not 42"):
+            pool.submit_call(single).result(WAIT_SECONDS)
 
 
 def attached_to_rank(rank: int) -> tuple[Line, dict[str, Any]]:
