@@ -74,8 +74,9 @@ test: $(READY)
 
 slow: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 slow: $(READY)
-	@# A few files hold most of the time, so tests go to whichever process is free.
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not conformance and not gpu and not e2e and not notebooks and not firstrun" $(ARGS) || \
+	@# A few files hold most of the time, so tests go to whichever process is free. They wait for half of their time, for
+	@# processes to start and time-outs to pass, so one more runs than else.
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist worksteal -m "slow and not conformance and not gpu and not e2e and not notebooks and not firstrun" $(ARGS) || \
 		{ test $$? -eq 5 && echo "no test is marked slow yet"; }
 
 conformance: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
