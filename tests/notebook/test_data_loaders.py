@@ -68,9 +68,13 @@ def test_a_dataset_of_a_cell_works_where_workers_are_forked(kernel: Kernel) -> N
 
 
 def test_stop_in_a_loop_leaves_no_worker_process(kernel: Kernel) -> None:
-    code = LOOP.format(context="fork", pins=False).replace("range(2)", "range(10**6)")
-    begun = code.replace("for x, y in loader:", "print('epoch', flush=True)\n    for x, y in loader:")
-    outcome = kernel.run(begun, on_print=lambda text: kernel.interrupt() if "epoch" in text else None)
+    # One epoch without end, stopped in its middle: what strikes while PyTorch starts a process can leave that behind,
+    # on every device.
+    code = LOOP.format(context="fork", pins=False).replace("Squares(), ", "[Squares()[i % 12] for i in range(10**5)], ")
+    begun = code.replace("for x, y in loader:", "for x, y in loader:\n        first and print(first.pop(), flush=True)")
+    outcome = kernel.run(
+        f"first = ['batch']\n{begun}", on_print=lambda text: kernel.interrupt() if "batch" in text else None
+    )
     assert outcome.error[0] == "KeyboardInterrupt"
     left = kernel.value(
         "import gc, multiprocessing, time\n"
