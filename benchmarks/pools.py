@@ -2,7 +2,8 @@
 run.
 
     python benchmarks/pools.py            # the table
-    python benchmarks/pools.py --json x   # and every figure
+    python benchmarks/pools.py --aims     # every figure that has an aim, which stands beside it
+    python benchmarks/pools.py --json x   # and every figure in a file
 
 All pools are warm and have two processes. A figure is the median time of one call from its start to its result; the
 ratios are to skyproxy's. A broadcast of 100 MiB stands beside two single calls with the same argument. `map` of many
@@ -27,11 +28,22 @@ from pathlib import Path
 from typing import Any
 
 from _crowd import Crowd
-from _figures import Row, describe, interleaved, latencies, percentile
+from _figures import (
+    Row,
+    Target,
+    describe,
+    interleaved,
+    latencies,
+    percentile,
+    ratio_at_most,
+    value_at_least,
+    value_at_most,
+)
 
 import skyproxy as sky
 
 PROCESSES = 2
+EXECUTOR = "ProcessPoolExecutor"
 MIB = 1 << 20
 
 
@@ -45,8 +57,8 @@ def nothing(argument: Any = None) -> None:
 def competitors(stack: ExitStack, maps: Maps) -> dict[str, Callable[[], object]]:
     """One call of each, to its result; and their maps."""
     executor = stack.enter_context(ProcessPoolExecutor(PROCESSES))
-    found: dict[str, Callable[[], object]] = {"ProcessPoolExecutor": lambda: executor.submit(nothing).result()}
-    maps["ProcessPoolExecutor"] = lambda count: list(executor.map(nothing, range(count)))
+    found: dict[str, Callable[[], object]] = {EXECUTOR: lambda: executor.submit(nothing).result()}
+    maps[EXECUTOR] = lambda count: list(executor.map(nothing, range(count)))
     try:
         from distributed import Client, LocalCluster
     except ModuleNotFoundError:
@@ -67,26 +79,28 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def starts(count: int) -> dict[str, Callable[[], float]]:
-    """The time until pools of so many processes have run a call on each of them."""
+    """The time until pools of so many processes have run a call on each of them; their end is not counted."""
 
-    def own() -> None:
+    def own() -> float:
+        started = time.perf_counter()
         with sky.Compute(provider=sky.Local(device="cpu"), nodes=count) as pool:
             pool.broadcast(nothing)
+            return time.perf_counter() - started
 
-    found: dict[str, Callable[[], object]] = {"skyproxy": own}
     try:
         from distributed import Client, LocalCluster
     except ModuleNotFoundError:
-        return {name: lambda call=call: seconds(call) for name, call in found.items()}  # type: ignore[misc]
+        return {"skyproxy": own}
 
-    def dask() -> None:
+    def dask() -> float:
+        started = time.perf_counter()
         with LocalCluster(n_workers=count, threads_per_worker=1, dashboard_address=None) as cluster:
             with Client(cluster) as client:
                 client.wait_for_workers(count)
                 client.run(nothing)
+                return time.perf_counter() - started
 
-    found["Dask distributed"] = dask
-    return {name: lambda call=call: seconds(call) for name, call in found.items()}  # type: ignore[misc]
+    return {"skyproxy": own, "Dask distributed": dask}
 
 
 def threads_of(count: int) -> float:
@@ -136,8 +150,10 @@ def measure(rounds: int, count: int, large_bytes: int, start: int, nodes: Sequen
     """All figures."""
     rows: list[Row] = []
 
-    def add(name: str, unit: str, own: list[float], other: list[float] | None = None, against: str = "") -> None:
-        rows.append(Row("pools", name, "ws", unit, own, other, against))
+    def add(
+        name: str, unit: str, own: list[float], other: list[float] | None = None, against: str = "", *aims: Target
+    ) -> None:
+        rows.append(Row("pools", name, "ws", unit, own, other, against, aims))
         print(describe(rows[-1]), flush=True)
 
     with ExitStack() as stack:
@@ -156,7 +172,8 @@ def measure(rounds: int, count: int, large_bytes: int, start: int, nodes: Sequen
         own = figures.pop("skyproxy")
         add("a call that does nothing", "us", own)
         for name, samples in figures.items():
-            add("a call that does nothing", "us", own, samples, name)
+            aims = [ratio_at_most(3)] if name == EXECUTOR else []
+            add("a call that does nothing", "us", own, samples, name, *aims)
 
         many = 40 * count
         maps["skyproxy"] = lambda count: list(pool.map(nothing, range(count)))
@@ -165,7 +182,7 @@ def measure(rounds: int, count: int, large_bytes: int, start: int, nodes: Sequen
             rounds,
         )
         own = rates.pop("skyproxy")
-        add(f"a map of {many} calls", "calls/s", own)
+        add(f"a map of {many} calls", "calls/s", own, None, "", value_at_least(3000))
         for name, samples in rates.items():
             add(f"a map of {many} calls", "calls/s", own, samples, name)
 
@@ -184,12 +201,26 @@ def measure(rounds: int, count: int, large_bytes: int, start: int, nodes: Sequen
         own = took.pop("skyproxy")
         add(f"start of {start} processes", "s", own)
         for name, samples in took.items():
-            add(f"start of {start} processes", "s", own, samples, name)
+            add(f"start of {start} processes", "s", own, samples, name, ratio_at_most(2))
     for count_of_nodes in nodes:
-        add(f"threads here, with {count_of_nodes} processes", "threads", [threads_of(count_of_nodes)])
+        add(
+            f"threads here, with {count_of_nodes} processes",
+            "threads",
+            [threads_of(count_of_nodes)],
+            None,
+            "",
+            value_at_most(20),
+        )
         if count_of_nodes > 1:
             took = spread(count_of_nodes, rounds)
-            add(f"20 MiB to {count_of_nodes} processes at once", "s", took["all"], took["one"], "to one")
+            add(
+                f"20 MiB to {count_of_nodes} processes at once",
+                "s",
+                took["all"],
+                took["one"],
+                "to one",
+                value_at_most(10.5),
+            )
     few, crowd = 10, 1000
     crowded = interleaved({str(n): lambda n=n: scheduler_us(n, max(40 * count, n)) for n in (few, crowd)}, rounds)  # type: ignore[misc]
     add(f"the scheduler, a call in a pool of {crowd}", "us", crowded[str(crowd)], crowded[str(few)], f"in one of {few}")
@@ -206,7 +237,10 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, help="start pools of so many processes, too")
     parser.add_argument("--nodes", type=int, nargs="*", default=[], help="sizes of pools whose threads are counted")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--aims", action="store_true", help="the same as --start 16 --nodes 1 8 32")
     arguments = parser.parse_args()
+    if arguments.aims:
+        arguments.start, arguments.nodes = 16, [1, 8, 32]
     rows = measure(arguments.rounds, arguments.count, arguments.mib * MIB, arguments.start, arguments.nodes)
     if arguments.json:
         arguments.json.write_text(json.dumps([row.as_json() for row in rows], indent=1))

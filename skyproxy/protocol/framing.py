@@ -89,6 +89,11 @@ class _Packers(threading.local):
 _PACKERS = _Packers()
 
 
+def prepare_thread() -> None:
+    """Make the calling thread's packer now, where `encode` would with its first message."""
+    _PACKERS.__dict__.get("pack")
+
+
 def encode(message: Message, max_frame_bytes: int) -> list[Buffer]:
     """The frame of a message.
 

@@ -24,6 +24,7 @@ from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions import output
+from skyproxy_server.functions.call_threads import CallThreads
 from skyproxy_server.functions.events import Events
 from skyproxy_server.functions.full_disks import explain_full_disk
 from skyproxy_server.functions.isolated_call import IsolatedCall, Loan, Said
@@ -61,6 +62,7 @@ class FunctionCall:
         settings: Settings,
         activity: Activity,
         nursery: Nursery | None = None,
+        threads: CallThreads | None = None,
     ) -> None:
         self.identity = identity
         self.session = session
@@ -85,7 +87,10 @@ class FunctionCall:
         self._on_end: Callable[[], None] = lambda: None
         self._pending: dict[str, str] = {}
         self._begun_lines: dict[str, bool] = {}
+        self._threads = threads or CallThreads()
         self._thread: threading.Thread | None = None
+        self._is_in_thread = False
+        """True when something may be raised in that thread: it is this call's, until `_leave`."""
         self._timer: threading.Timer | None = None
         self._interrupts: list[Callable[[], object]] = []
         self._interrupted = False
@@ -151,7 +156,6 @@ class FunctionCall:
     def _begin(self) -> None:
         if self._task is None or self._arguments is None or self._thread is not None:
             return
-        self._thread = threading.Thread(target=self._run, name=f"skyproxy-call-{self.identity[:8]}", daemon=True)
         self.running = True
         self.began_at = time.monotonic()
         timeout = self._task["timeout"]
@@ -163,7 +167,7 @@ class FunctionCall:
         self._counted = True
         self._count(True)
         tells = not self._task.get("quiet")
-        self._thread.start()
+        self._thread = self._threads.start(self._run, f"skyproxy-call-{self.identity[:8]}")
         # Before any event of the function, because we hold the lock; but the function need not wait until this is sent.
         # Not where the caller wants to know of the end alone.
         if tells:
@@ -177,6 +181,10 @@ class FunctionCall:
         self._task, self._pieces, self._arguments = {}, (), []
         try:
             try:
+                with self._lock:
+                    self._is_in_thread = True
+                if self.ended:
+                    raise CallInterrupt  # its caller has given it up before this thread could be told
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(self._activity.running())
                     for stream in reversed(self._streams):  # entering one makes its device the current one
@@ -448,8 +456,10 @@ class FunctionCall:
 
     def _stop_thread(self) -> None:
         self.events.changed.notify_all()
-        if self._thread is None or not self.running or self._thread.ident is None or self._interrupted:
+        if self._thread is None or self._thread.ident is None or not self.running or self._interrupted:
             return
+        if not self._is_in_thread:
+            return  # it looks whether it has ended before it runs anything
         self._interrupted = True
         for stop in self._interrupts:
             with contextlib.suppress(RuntimeError):  # the loop has just ended

@@ -19,6 +19,7 @@ from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions.call import FunctionCall
+from skyproxy_server.functions.call_threads import CallThreads
 from skyproxy_server.functions.elsewhere import Elsewhere, RemoteListener
 from skyproxy_server.functions.events import EventListener
 from skyproxy_server.functions.isolated_call import Loan
@@ -57,6 +58,7 @@ class Calls:
         """Those whose functions still run."""
         self._functions = KnownFunctions(settings.max_kept_function_bytes)
         self._nursery = Nursery(settings.max_isolated_calls) if Nursery.is_possible() else None
+        self._threads = CallThreads()
         self.elsewhere: Elsewhere | None = None
         self._lock = threading.RLock()
 
@@ -118,7 +120,7 @@ class Calls:
             call = self._calls.get(identity)
             if call is None and identity not in self._gone and session not in self._gone:
                 call = self._calls[identity] = FunctionCall(
-                    identity, session, self._devices, self._settings, self._activity, self._nursery
+                    identity, session, self._devices, self._settings, self._activity, self._nursery, self._threads
                 )
             return call
 

@@ -17,6 +17,7 @@ from skyproxy.relays.relays import RELAYS
 from skyproxy.settings import SETTINGS
 from skyproxy_server.activity import Activity
 from skyproxy_server.auth import Identity
+from skyproxy_server.functions.call_threads import CallThreads
 from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
 
@@ -69,7 +70,9 @@ def serve(client: Client, calls: Calls, bound: list[str] | None = None) -> None:
 
 @pytest.fixture
 def calls() -> Calls:
-    return Calls([], SETTINGS, Activity())
+    calls = Calls([], SETTINGS, Activity())
+    calls._threads = CallThreads(kept_seconds=0.0)  # a call is over when its thread is
+    return calls
 
 
 def wait_for_end(calls: Calls, call: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions import registry
+from skyproxy_server.functions.call_threads import CallThreads
 from skyproxy_server.functions.events import OutgoingEvent
 from skyproxy_server.functions.registry import Calls
 
 DEVICES = [{"type": "cpu", "index": 0, "name": "cpu"}]
 LAST = ("result", "error")
+HAS_RUN: list[int] = []
 
 
 class Caller:
@@ -43,8 +46,22 @@ class Caller:
         return [kind for name, _, kind, _ in self.events if name == call]
 
 
+def note(number: int) -> None:
+    HAS_RUN.append(number)
+
+
+class LateThreads(CallThreads):
+    """Remembers what a thread is to do; the test does it."""
+
+    def start(self, body: Callable[[], object], name: str) -> threading.Thread:
+        self.body = body
+        return threading.current_thread()
+
+
 def make_calls(**limits: Any) -> Calls:
-    return Calls(DEVICES, Settings(**limits), Activity())
+    calls = Calls(DEVICES, Settings(**limits), Activity())
+    calls._threads = CallThreads(kept_seconds=0.0)  # a call is over when its thread is
+    return calls
 
 
 def payload(function: Any, *args: Any) -> tuple[dict[str, Any], list[bytes]]:
@@ -165,6 +182,18 @@ def test_a_result_that_was_received_may_be_shed() -> None:
     assert "SKYPROXY_MAX_KEPT_RESULT_BYTES" in late.events[-1][3]["message"]
     calls.attach(late, "b", 0)
     assert late.events[-1][2] == "result"
+
+
+def test_a_call_that_is_cancelled_before_its_thread_has_begun_runs_nothing() -> None:
+    calls, caller = make_calls(), Caller()
+    late = LateThreads()
+    calls._threads = late
+    start(calls, caller, "a", note, 1)
+    calls.cancel("session", "a", InterruptedError("cancelled"))
+    late.body()
+    assert caller.kinds("a") == ["started", "error"]
+    assert not HAS_RUN
+    assert calls.running == 0
 
 
 def test_too_many_at_once_are_refused() -> None:
