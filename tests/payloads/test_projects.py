@@ -147,3 +147,32 @@ def test_cloudpickle_is_left_as_it_was(folder: Path) -> None:
             assert "another_name" in cloudpickle.list_registry_pickle_by_value()
         assert "another_name" in cloudpickle.list_registry_pickle_by_value()
     assert cloudpickle.list_registry_pickle_by_value() == before
+
+
+def test_what_is_among_the_modules_and_cannot_be_compared_does_no_harm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise ValueError("ambiguous")
+
+        __hash__ = object.__hash__
+
+    before = project_folders()
+    for odd in (Odd(), Odd()):
+        monkeypatch.setitem(sys.modules, "odd", odd)  # type: ignore[arg-type]
+        assert project_folders() == before
+
+
+def test_folders_follow_the_search_path_and_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path / "one")
+    assert project_folders()[0] == (str(tmp_path / "one"), True)
+    monkeypatch.chdir(tmp_path / "two")
+    assert project_folders()[0] == (str(tmp_path / "two"), True)
+    sys.path.insert(0, str(tmp_path / "one"))
+    assert project_folders()[:2] == ((str(tmp_path / "one"), True), (str(tmp_path / "two"), True))
