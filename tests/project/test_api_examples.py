@@ -29,7 +29,7 @@ MORE_ELSEWHERE = {
     *("NodeNames.put", "NodeNames.get", "NodeNames.named", "NodeNames.forget", "NodeMoves.move_to"),
     *("plugins.joblib", "JoblibPlugin.register", "plugins.sklearn", "plugins.torch", "PoolCalls.torchrun"),
     *("NodeJobs.submit_job", "NodeJobs.job", "NodeJobs.jobs", "PoolJobs.submit_job", "PoolJobs.job"),
-    *("Job.status", "Job.wait", "Job.logs", "Job.result", "Job.cancel", "Job.remove"),
+    *("Job.status", "Job.wait", "Job.logs", "Job.log_lines", "Job.result", "Job.cancel", "Job.remove"),
 }
 """What these show needs a model, a script, another worker, or packages to be installed."""
 NOT_FOR_USERS = {
