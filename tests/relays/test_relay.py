@@ -238,7 +238,9 @@ def test_an_address_that_others_translate_is_listened_for_on_all(make: Callable[
     assert content_of(child) == PAYLOAD
 
 
-@pytest.mark.parametrize(("size", "digest"), [(0, DIGEST), (MAX_BYTES + 1, DIGEST), (1, b"short")])
+@pytest.mark.parametrize(
+    ("size", "digest"), [(0, DIGEST), (MAX_BYTES + 1, DIGEST), (1, b"short")], ids=["empty", "too large", "no hash"]
+)
 def test_what_is_too_large_or_has_no_hash_is_not_passed_on(size: int, digest: bytes) -> None:
     with pytest.raises(ValueError):
         Relay(size, digest)
