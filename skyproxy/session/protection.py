@@ -170,7 +170,9 @@ class Protection:
         if kept is not None:
             self.log.announced(transfer, self._recorder.batches)
         else:
-            self.log.puncture(self._recorder.batches, "an upload was larger than SKYPROXY_MAX_LOG_BYTES")
+            self.log.puncture(
+                self._recorder.batches, "an upload was larger than SKYPROXY_MAX_LOG_BYTES, or began before"
+            )
             self._wanted = True
 
     def _make_room(self, byte_count: int) -> None:

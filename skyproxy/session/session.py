@@ -318,6 +318,7 @@ class Session(Requests):
         assert isinstance(bulk, ReconnectingBulk)
         protection.cut_bulk, protection.cut_operations = bulk.cut_older, operations.cut_older
         protection.on_recovered = self._on_recovered
+        protection.suspension.is_awaited = lambda: self._uploads.is_awaited
         protection.stall_seconds = 2 * self.settings.snapshot_stall_seconds  # the worker gives up before
         self.protection = protection
         try:

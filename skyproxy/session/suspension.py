@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from skyproxy.protocol import commands
 from skyproxy.session.recorder import Recorder
@@ -18,6 +19,7 @@ class Suspension:
     Attributes:
         is_on: whether the session is suspended.
         has_ended: whether it was, and a worker goes on.
+        is_awaited: tells whether the program waits for something that no question stands for, such as an upload.
     """
 
     def __init__(self, recorder: Recorder, waiters: Waiters) -> None:
@@ -28,6 +30,7 @@ class Suspension:
             waiters: what it waits for.
         """
         self.is_on = self.has_ended = False
+        self.is_awaited: Callable[[], bool] = lambda: False
         self._recorder = recorder
         self._waiters = waiters
         self._wanted = threading.Event()
@@ -64,7 +67,7 @@ class Suspension:
         self._wanted.wait()
 
     def _is_wanted(self) -> bool:
-        if len(self._waiters):
+        if len(self._waiters) or self.is_awaited():
             return True
         recorder = self._recorder
         widths = recorder.widths

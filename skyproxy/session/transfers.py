@@ -204,8 +204,8 @@ class UploadQueue:
             if group is not None:
                 group.add(self, job)  # before anything is announced: whatever strikes after that, the group cancels it
             announce()
-            if log is not None:
-                log.note_upload(transfer, kept)
+            if self.log is not None:  # another one, perhaps: protection may have begun, or begun anew
+                self.log.note_upload(transfer, kept if self.log is log else None)
             self._put(job)
             if self._ended is not None:
                 raise SessionLostError(str(self._ended)) from self._ended
@@ -215,6 +215,12 @@ class UploadQueue:
         except BaseException:
             self.give_up(job)
             raise
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if somebody waits for an upload that the worker has not said to have."""
+        with self._lock:
+            return any(not job.done.done for job in self._unconfirmed.values())
 
     def give_up(self, job: _Job) -> None:
         """Sends no more of a transfer, and tells the worker."""

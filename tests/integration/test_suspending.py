@@ -16,10 +16,11 @@ import torch
 
 import skyproxy
 from skyproxy.errors import ConfigurationError, SessionLostError
-from skyproxy.protocol.messages import Pong
+from skyproxy.protocol.messages import Landed, Pong
 from skyproxy.session import moving
 from skyproxy.session.leaving import WorkerEndHandler
 from skyproxy.session.session import Session
+from skyproxy.session.transfers import UploadQueue
 from tests.integration import protected_programs as programs
 from tests.integration.programs import port_in, start_worker, wait_for
 
@@ -324,6 +325,31 @@ def test_a_worker_that_only_says_that_it_ends_costs_a_snapshot_and_no_session(
     wait_for(lambda: node._session.is_suspended, "it was believed")
     assert x.tolist() == [0, 1, 2]  # there is a worker at its address
     assert sum(thread.name == "skyproxy-leaving" for thread in threading.enumerate()) == 0
+
+
+def test_a_program_that_waits_for_uploads_alone_brings_its_session_back(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has all of them, and its word was on the way when the session was suspended."""
+    on_landed, heard = UploadQueue.on_landed, threading.Event()
+
+    def drop(self: UploadQueue, message: Landed) -> None:
+        heard.set()
+
+    monkeypatch.setattr(UploadQueue, "on_landed", drop)
+    with skyproxy.connect(worker.url, token=worker.token) as node:
+        layer = torch.nn.Linear(400, 400)
+        weight = layer.weight.detach().clone()
+        moving = threading.Thread(target=layer.to, args=(node.devices[0],), daemon=True)
+        moving.start()
+        assert heard.wait(60)
+        assert "1 session is suspended" in worker.end()
+        monkeypatch.setattr(UploadQueue, "on_landed", on_landed)
+        assert moving.is_alive()
+        worker.start()
+        moving.join(60)
+        assert not moving.is_alive()
+        assert torch.equal(layer.weight.detach().cpu(), weight)
 
 
 # --- what only a suspension needs ends by housekeeping, and nobody who needs it then loses it ------------------------
