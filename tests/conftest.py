@@ -81,6 +81,7 @@ def _modes_are_left_as_found() -> Iterator[None]:
     on_devices = {index: modes for index, modes in kept.items() if modes != left}
     if left or on_devices:
         put_in_force({name: mode.usual for name, mode in MODES.items()})
+        sys.modules["torch"].set_flush_denormal(False)  # each thread has its own
         pytest.fail(f"the test left global modes of PyTorch set: {left}; on devices: {on_devices}")
 
 

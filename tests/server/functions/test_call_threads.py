@@ -8,7 +8,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -72,6 +72,13 @@ LEFT = [
     trace,
     hook_generators,
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_denormal_is_flushed() -> Iterator[None]:
+    """Where there is a device `sky` in this process, it takes note of the mode, whichever thread sets it."""
+    yield
+    torch.set_flush_denormal(False)
 
 
 def test_the_next_call_has_the_thread_of_one_that_left_nothing_in_it() -> None:
