@@ -18,7 +18,7 @@ from skyproxy.cli.fleet import WorkerAccess
 from skyproxy.cli.main import app
 from skyproxy.cli.output import age_text, bytes_text, fail, note, show_table, warn
 from skyproxy.errors import ConnectError, JobFailedError
-from skyproxy.jobs import job
+from skyproxy.jobs import job, output
 from skyproxy.transport.worker_report import ask_worker
 from tests.transport.test_worker_report import Liar, answer
 
@@ -113,7 +113,8 @@ class EndlessLink:
 
 @pytest.fixture(params=[b"x\n", bytes(1 << 20)], ids=["lines", "no line"])
 def endless(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[EndlessLink]:
-    monkeypatch.setattr(job, "JobLink", EndlessLink)
+    for module in (job, output):
+        monkeypatch.setattr(module, "JobLink", EndlessLink)
     monkeypatch.setattr(EndlessLink, "piece", request.param)
     monkeypatch.setattr(EndlessLink, "asked", 0)
     monkeypatch.setattr(job, "_TAIL_BYTES", 40)

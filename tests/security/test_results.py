@@ -262,6 +262,7 @@ ALLOWED = {
     ("skyproxy/functions/payload.py", "import pickle"),  # for the name of an error
     ("skyproxy/functions/runner.py", "import cloudpickle"),  # writes
     ("skyproxy/pools/ranks.py", "import cloudpickle"),  # writes
+    ("skyproxy/pools/relaying.py", "import pickle"),  # for buffers that are sent as they are
     ("skyproxy/runtime/lifecycle.py", "import pickle"),  # on a worker
     ("skyproxy/runtime/project_code.py", "import pickle"),  # on a worker
     ("skyproxy_server/functions/call.py", "import pickle"),
