@@ -94,7 +94,7 @@ def test_what_a_function_leaves_in_its_thread_ends_with_it(leave: Callable[[], N
 
 
 def test_tracing_that_a_function_leaves_ends_with_its_thread() -> None:
-    """In a process of its own: on Python 3.11 a traced function waits while another thread has an exception to raise."""
+    """In a process of its own: on Python 3.11 a traced function waits while another thread has one to raise."""
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r})
