@@ -18,8 +18,9 @@ from skyproxy_operator.certificates import first_certificate, is_usable, issue
 from skyproxy_operator.cluster import ApiError, ClusterConnection
 from skyproxy_operator.cluster_view import ClusterView
 from skyproxy_operator.compute_spec import ComputeSpec
+from skyproxy_operator.device_claims import CLAIM_TEMPLATE, CLAIM_VERSIONS, DEVICE_GROUP, claims_unavailable
 from skyproxy_operator.disruption import BUDGET, POLICY_GROUP, is_protected
-from skyproxy_operator.gangs import POD_GROUP, gang_of
+from skyproxy_operator.gangs import gang_of, is_served
 from skyproxy_operator.gangs import unavailable as gang_unavailable
 from skyproxy_operator.names import APPLIED, COMPUTE_LABEL, ISSUER, server_name, tls_secret, token_secret
 from skyproxy_operator.options import Options
@@ -114,6 +115,7 @@ class ChildReconciler:
         await self._claims(compute, spec, status)
         await self._budget(compute, spec, status, protected=protected)
         await self._gang(compute, spec, status)
+        await self._device_claims(compute, spec, status)
         if spec.queue is not None and WORKLOAD not in await self.served_kinds(KUEUE_GROUP):
             status.blocking = unavailable(spec.queue)
         if spec.gateway is None:
@@ -296,10 +298,23 @@ class ChildReconciler:
         gang = gang_of(spec)
         if gang is None:
             return
-        if (await self.served_kinds(gang.group)).get(POD_GROUP) is None:
+        if not is_served(gang, await self.served_kinds(gang.group)):
             status.blocking = gang_unavailable(spec, gang)
             return
         await self._apply(compute, children.pod_group(compute, spec, gang.api_version), status, blocks=True)
+
+    async def _device_claims(self, compute: Object, spec: ComputeSpec, status: ChildStatus) -> None:
+        """Makes the templates of claims before the pods that name them."""
+        if not spec.claims:
+            return
+        kinds = await self.served_kinds(DEVICE_GROUP)
+        version = kinds.get(CLAIM_TEMPLATE, "")
+        if version not in CLAIM_VERSIONS:
+            status.blocking = claims_unavailable(kinds)
+            return
+        for claim in spec.claims:
+            if claim.device_class is not None:
+                await self._apply(compute, children.claim_template(compute, claim, version), status, blocks=True)
 
     async def _gateway(self, compute: Object, spec: ComputeSpec, authority: str, status: ChildStatus) -> None:
         host = children.gateway_host(compute, spec, self._options)

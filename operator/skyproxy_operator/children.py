@@ -11,6 +11,8 @@ from typing import Any
 
 from skyproxy_operator.certificates import KeyPair, alternative_names
 from skyproxy_operator.compute_spec import ComputeSpec, ComputeVolume
+from skyproxy_operator.device_claims import CLAIM_TEMPLATE, DEVICE_GROUP, DeviceClaim, template_name, template_spec
+from skyproxy_operator.gangs import group_name, group_spec
 from skyproxy_operator.names import (
     COMPUTE_LABEL,
     NODE_LABEL,
@@ -146,7 +148,14 @@ def disruption_budget(compute: Object, spec: ComputeSpec, version: str, *, prote
 
 def pod_group(compute: Object, spec: ComputeSpec, api_version: str) -> Object:
     """Return the group of all nodes, for a scheduler that places them together or not at all."""
-    return _object(compute, api_version, "PodGroup", compute["metadata"]["name"]) | {"spec": {"minMember": spec.nodes}}
+    name = group_name(compute["metadata"]["name"], spec)
+    return _object(compute, api_version, "PodGroup", name) | {"spec": group_spec(spec)}
+
+
+def claim_template(compute: Object, claim: DeviceClaim, version: str) -> Object:
+    """Return the template by which each node gets the devices of a claim that names a class."""
+    name = template_name(compute["metadata"]["name"], claim)
+    return _object(compute, f"{DEVICE_GROUP}/{version}", CLAIM_TEMPLATE, name) | {"spec": template_spec(claim, version)}
 
 
 def new_token(compute: Object) -> Object:

@@ -42,6 +42,7 @@ _PLURALS = {
     "Pod": "pods",
     "PodGroup": "podgroups",
     "PodDisruptionBudget": "poddisruptionbudgets",
+    "ResourceClaimTemplate": "resourceclaimtemplates",
     "Secret": "secrets",
     "Service": "services",
     "Workload": "workloads",

@@ -15,8 +15,10 @@ from typing import NotRequired, TypedDict, TypeVar
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.units import limit_seconds, quantity
+from skyproxy_operator.device_claims import ClaimItem, DeviceClaim, claim_problems
 from skyproxy_operator.names import claim_name
 from skyproxy_operator.pod_schema import form_problems
+from skyproxy_operator.topology import Topology
 
 _T = TypeVar("_T")
 
@@ -108,6 +110,13 @@ class GatewayItem(TypedDict, total=False):
     parentRef: Mapping[str, str] | None
 
 
+class TopologyItem(TypedDict):
+    """The domain of nodes that are near to each other, in a Compute's spec."""
+
+    key: str
+    required: NotRequired[bool]
+
+
 class SecretItem(TypedDict):
     """A reference to a secret of the Compute's namespace."""
 
@@ -119,6 +128,7 @@ class SpecItem(TypedDict, total=False):
 
     image: str | None
     resources: Mapping[str, str | int] | None
+    resourceClaims: list[ClaimItem] | None
     nodes: int
     procsPerNode: int
     port: int
@@ -140,6 +150,7 @@ class SpecItem(TypedDict, total=False):
     queue: str | None
     schedulerName: str | None
     gang: str | None
+    topology: TopologyItem | None
     topologySpreadConstraints: list[Mapping[str, object]] | None
     suspend: bool
     suspendAfter: float | str | None
@@ -173,7 +184,9 @@ class ComputeSpec:
     queue: str | None = None
     scheduler: str | None = None
     gang: str | None = None
+    topology: Topology | None = None
     topology_spread: tuple[Mapping[str, object], ...] = ()
+    claims: tuple[DeviceClaim, ...] = ()
     # What follows can change while the pods run.
     idle_timeout_seconds: float | None = field(default=None, metadata={"pod": False})
     max_lifetime_seconds: float | None = field(default=None, metadata={"pod": False})
@@ -215,6 +228,8 @@ class ComputeSpec:
             queue=spec.get("queue") or None,
             scheduler=spec.get("schedulerName") or None,
             gang=spec.get("gang") or None,
+            topology=_topology(spec.get("topology")),
+            claims=tuple(map(DeviceClaim.parse, spec.get("resourceClaims") or ())),
             topology_spread=tuple(spec.get("topologySpreadConstraints") or ()),
             idle_timeout_seconds=limit_seconds(spec.get("idleTimeout")),
             max_lifetime_seconds=limit_seconds(spec.get("maxLifetime")),
@@ -272,6 +287,7 @@ def problems(name: str, spec: SpecItem) -> Iterator[str]:
     if port + processes > 65536:
         yield f"spec.port: {port} + procsPerNode {processes} must not exceed 65536: process i listens on port + i"
     yield from _resource_problems(spec.get("resources") or {})
+    yield from claim_problems(spec.get("resourceClaims") or ())
     yield from _volume_problems(name, spec.get("volumes") or (), keeps_sessions=bool(spec.get("snapshots")))
     yield from _variable_problems(spec.get("env") or ())
     yield from _problem("spec.sharedMemory", quantity, spec.get("sharedMemory", "2Gi"))
@@ -352,6 +368,10 @@ def _volume(item: VolumeItem, nodes: int) -> ComputeVolume:
         storage_class=item.get("storageClassName"),
         retain=item.get("reclaimPolicy") == "Retain",
     )
+
+
+def _topology(item: TopologyItem | None) -> Topology | None:
+    return Topology(item["key"], item.get("required", True)) if item else None
 
 
 def _snapshots(spec: SpecItem) -> list[VolumeItem]:

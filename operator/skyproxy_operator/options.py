@@ -32,6 +32,10 @@ class Options:
     """Patterns NAMESPACE/NAME, with commas between, of the service accounts that pods may be; `*` is any text."""
     secrets: str = "*"
     """Patterns of the Secrets that pods may be given, of those in their own namespace."""
+    resource_claims: str = "*"
+    """Patterns of the ResourceClaims and their templates, of those in their own namespace, that pods may name."""
+    device_classes: str = "*"
+    """Patterns of the classes of devices for which the operator makes claims."""
     ingress: str = "*"
     """From where workers are reached: `*` from everywhere, `namespace` from that of the Compute, `namespaces/NAME`,
     addresses such as 10.0.0.0/8; several with commas. Nodes of one Compute and the operator always reach them."""

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyproxy_operator.compute_spec import SNAPSHOTS_FOLDER, ComputeSpec
-from skyproxy_operator.gangs import gang_labels, scheduler_of
+from skyproxy_operator.device_claims import class_violations, own_templates, pod_claims
+from skyproxy_operator.gangs import gang_labels, group_field, scheduler_of
 from skyproxy_operator.names import (
     ATTEMPT,
     COMPUTE_LABEL,
@@ -34,6 +35,7 @@ from skyproxy_operator.options import Options, accelerator_image
 from skyproxy_operator.pod_policy import violations
 from skyproxy_operator.queueing import queue_labels
 from skyproxy_operator.strategic_merge import merged
+from skyproxy_operator.topology import affinity_of, queue_annotations
 
 _GRACE_SECONDS = 10
 _LEAVE_SECONDS = 60
@@ -75,6 +77,8 @@ def build_pod(
     metadata = built["metadata"] = built.get("metadata") or {}
     metadata |= {"name": pod_name(name, node), "namespace": namespace, "ownerReferences": [owner_reference(compute)]}
     queue, group = queue_labels(compute, spec, attempt)
+    if spec.queue is not None and spec.nodes > 1:
+        group = group | queue_annotations(spec.topology)
     gang, gang_annotations = gang_labels(compute, spec)
     metadata["labels"] = {**(metadata.get("labels") or {}), **queue, **gang, **labels(name), NODE_LABEL: str(node)}
     metadata["annotations"] = {
@@ -90,9 +94,11 @@ def build_pod(
             f"spec.podTemplate leaves the Pod without its container {CONTAINER!r}, or that without an image"
         )
     built["spec"]["restartPolicy"] = "Never"
-    refused = list(violations(built, options, own_secrets=(token_secret(name), tls_secret(name))))
+    secrets, claims = (token_secret(name), tls_secret(name)), own_templates(name, spec.claims)
+    refused = [f"the Pod's {line}" for line in violations(built, options, own_secrets=secrets, own_claims=claims)]
+    refused += class_violations(spec.claims, options)
     if refused:
-        raise ValueError("\n".join(f"the Pod's {line}" for line in refused))
+        raise ValueError("\n".join(refused))
     return built
 
 
@@ -122,12 +128,13 @@ def _pod_spec(
     # Clusters taint nodes with the device's name, to keep others away from them; slices and shares are on nodes that
     # bear the whole one's.
     whole = {"nvidia.com/gpu" for name in spec.accelerators if name.startswith("nvidia.com/")}
+    whole.update("nvidia.com/gpu" for claim in spec.claims if claim.is_nvidia)
     for device in sorted(whole.union(spec.accelerators)):
         tolerations.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
     optional = {
         "tolerations": tolerations,
         "nodeSelector": dict(spec.node_selector),
-        "affinity": dict(spec.affinity),
+        "affinity": _affinity(name, spec),
         "priorityClassName": spec.priority_class,
         "schedulerName": scheduler_of(spec),
         # A constraint may say itself from whom else they keep a distance.
@@ -137,7 +144,15 @@ def _pod_spec(
         "serviceAccountName": spec.service_account,
         "imagePullSecrets": [{"name": secret} for secret in spec.image_pull_secrets],
     }
-    return result | {key: value for key, value in optional.items() if value}
+    optional["resourceClaims"], _ = pod_claims(name, spec.claims)
+    return result | group_field(name, spec) | {key: value for key, value in optional.items() if value}
+
+
+def _affinity(name: str, spec: ComputeSpec) -> dict[str, object]:
+    """Return the spec's affinity, with what brings its nodes near to each other where nobody else does."""
+    by_group = spec.gang == "kubernetes" and spec.topology is not None and spec.topology.required
+    near = None if spec.nodes == 1 or spec.queue is not None or by_group else spec.topology
+    return affinity_of(name, near, spec.affinity)
 
 
 def _pod_security(options: Options) -> dict[str, object]:
@@ -197,8 +212,13 @@ def _container(
     result |= _command(spec)
     if spec.env_from:
         result["envFrom"] = [dict(source) for source in spec.env_from]
+    resources: dict[str, object] = {}
     if spec.resources:
-        result["resources"] = {"requests": dict(spec.resources), "limits": dict(spec.resources)}
+        resources = {"requests": dict(spec.resources), "limits": dict(spec.resources)}
+    if spec.claims:
+        resources["claims"] = pod_claims(compute["metadata"]["name"], spec.claims)[1]
+    if resources:
+        result["resources"] = resources
     return result
 
 
@@ -208,7 +228,10 @@ def _default_image(spec: ComputeSpec, options: Options) -> str:
     Raises:
         ValueError: it has none for such accelerators.
     """
-    for resource in sorted(spec.accelerators):
+    classes = {claim.device_class for claim in spec.claims if claim.device_class and claim.accelerators}
+    if any(claim.is_nvidia for claim in spec.claims):
+        return options.gpu_worker_image
+    for resource in sorted(classes.union(spec.accelerators)):
         if resource.startswith("nvidia.com/"):
             return options.gpu_worker_image
         image = accelerator_image(resource, options)
@@ -265,7 +288,7 @@ def pool(compute: Mapping[str, Any], spec: ComputeSpec, node: int, attempt: int)
         "procs_per_node": spec.procs_per_node,
         "head_addr": addresses[0],
         "head_port": _HEAD_PORTS[(seed + attempt) % len(_HEAD_PORTS)],
-        "accelerators": sum(spec.accelerators.values()),
+        "accelerators": sum(spec.accelerators.values()) + sum(claim.accelerators for claim in spec.claims),
         "peers": [
             {"rank": rank, "node": rank // spec.procs_per_node, "address": addresses[rank // spec.procs_per_node]}
             for rank in range(spec.nodes * spec.procs_per_node)

@@ -69,13 +69,16 @@ _PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 _HOOKS = ("postStart", "preStop")
 
 
-def violations(pod: Object, options: Options, own_secrets: Collection[str] = ()) -> Iterator[str]:
+def violations(
+    pod: Object, options: Options, own_secrets: Collection[str] = (), own_claims: Collection[str] = ()
+) -> Iterator[str]:
     """Everything about a pod that the installation does not allow, a line each.
 
     Args:
         pod: with the spec's podTemplate applied.
         options: those of the installation.
         own_secrets: the Secrets that the operator made for this pod.
+        own_claims: the templates of claims that it makes for it.
     """
     spec = _mapping(pod.get("spec"))
     containers = [
@@ -90,6 +93,7 @@ def violations(pod: Object, options: Options, own_secrets: Collection[str] = ())
         yield from _unknown(spec, containers)
     yield from _service_account(pod, spec, options)
     yield from _secrets(spec, containers, options, own_secrets)
+    yield from _claims(spec, options, own_claims)
 
 
 def _host_access(spec: Object, containers: Sequence[tuple[str, Object]]) -> Iterator[str]:
@@ -232,6 +236,16 @@ def _secrets(
                 f"{where}: this installation does not give workers the Secret {name}. An administrator allows it: "
                 f"SKYPROXY_OPERATOR_SECRETS={name}"
             )
+
+
+def _claims(spec: Object, options: Options, own: Collection[str]) -> Iterator[str]:
+    for claim in _rows(spec.get("resourceClaims")):
+        for name in (claim.get("resourceClaimName"), claim.get("resourceClaimTemplateName")):
+            if name and str(name) not in own and not _matches(str(name), options.resource_claims):
+                yield (
+                    f"resourceClaims[{claim.get('name', '')}]: this installation does not let workers use {name}. An "
+                    f"administrator allows it: SKYPROXY_OPERATOR_RESOURCE_CLAIMS={name}"
+                )
 
 
 def _matches(name: str, patterns: str) -> bool:

@@ -28,6 +28,7 @@ from skyproxy.cli.output import note, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.kubernetes.resources import claim_rows
 from skyproxy.providers.ssh import name_of
 from skyproxy.providers.ssh_connection import SshTarget, is_host
 from skyproxy.units import duration_seconds, limit_seconds
@@ -63,6 +64,10 @@ def up(
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes, each in its own Pod.")] = 1,
     queue: Annotated[
         str | None, typer.Option(help="In Kubernetes: Kueue's LocalQueue, in which it waits for its turn.")
+    ] = None,
+    claim: Annotated[
+        list[str] | None,
+        typer.Option(help="In Kubernetes: devices by a claim: CLASS[:COUNT], template/NAME or claim/NAME; repeatable."),
     ] = None,
     volume: Annotated[list[str] | None, typer.Option(help="Persistent storage, NAME:SIZE:PATH; repeatable.")] = None,
     env: Annotated[
@@ -118,6 +123,7 @@ def up(
         "memory": memory,
         "image": image,
         "queue": queue,
+        "claim": claim,
         "volume": volume,
         "idle_timeout": idle_timeout,
         "max_lifetime": max_lifetime,
@@ -160,6 +166,7 @@ def up(
             "resources": _resources(gpus, gpu_type, cpu, memory),
             "nodes": nodes,
             "queue": queue,
+            "resourceClaims": claim_rows(claim or ()) or None,
             "volumes": volumes,
             "env": variables,
             "envFrom": [{"secretRef": {"name": item}} for item in env_from_secret or ()] or None,

@@ -39,6 +39,7 @@ class Explanation:
 _CHECK_IMAGE = "Check --image and imagePullSecrets; the cluster must be allowed to pull it."
 _SEE_LOG = "See what the worker wrote: skyproxy logs NAME."
 _HINTS = {
+    "ClaimsUnavailable": "Ask for GPUs by their number: skyproxy up NAME --gpus.",
     "CrashLoopBackOff": _SEE_LOG,
     "ErrImagePull": _CHECK_IMAGE,
     "Expired": "Start it again: skyproxy up NAME.",

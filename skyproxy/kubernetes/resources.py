@@ -16,6 +16,8 @@ from skyproxy.units import duration_text, quantity
 _VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUEUE = re.compile(rf"(?=.{{1,63}}$){_LABEL.pattern}(\.{_LABEL.pattern})*")
+_SUBDOMAIN = re.compile(rf"(?=.{{1,253}}$){_LABEL.pattern}(\.{_LABEL.pattern})*")
+_MAX_DEVICES = 64
 _SPEC_FIELDS = frozenset(
     {
         "affinity",
@@ -30,6 +32,7 @@ _SPEC_FIELDS = frozenset(
         "port",
         "priorityClassName",
         "queue",
+        "resourceClaims",
         "restartPolicy",
         "schedulerName",
         "serviceAccountName",
@@ -37,6 +40,7 @@ _SPEC_FIELDS = frozenset(
         "snapshots",
         "suspend",
         "tolerations",
+        "topology",
         "topologySpreadConstraints",
     }
 )
@@ -112,6 +116,36 @@ def compute_manifest(
     spec |= {key: value for key, value in more.items() if value is not None}
     metadata = {"name": checked_name(name)} | ({"namespace": namespace} if namespace else {})
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "Compute", "metadata": metadata, "spec": spec}
+
+
+def claim_rows(texts: Iterable[str]) -> list[dict[str, object]]:
+    """The claims of a Compute that a command line asks for.
+
+    Args:
+        texts: CLASS or CLASS:COUNT for devices of a DeviceClass; template/NAME or claim/NAME for what is there.
+
+    Raises:
+        ConfigurationError: one is written otherwise.
+    """
+    rows: list[dict[str, object]] = []
+    for number, text in enumerate(texts):
+        kind, slash, named = text.partition("/")
+        device_class, colon, count = text.partition(":")
+        key = {"template": "resourceClaimTemplateName", "claim": "resourceClaimName"}.get(kind) if slash else None
+        if key is not None and _SUBDOMAIN.fullmatch(named):
+            rows.append({"name": f"devices-{number}", key: named})
+        elif (
+            not slash
+            and _SUBDOMAIN.fullmatch(device_class)
+            and (not colon or (count.isascii() and count.isdigit() and 1 <= int(count) <= _MAX_DEVICES))
+        ):
+            rows.append({"name": f"devices-{number}", "deviceClassName": device_class, "count": int(count or 1)})
+        else:
+            raise ConfigurationError(
+                f"{text!r} is no claim of devices. Name a DeviceClass and how many of its devices (1 to "
+                f"{_MAX_DEVICES}), or what is there. Examples: gpu.nvidia.com:2, template/half-a-gpu, claim/shared"
+            )
+    return rows
 
 
 def _limit_text(seconds: float) -> str:

@@ -82,6 +82,34 @@ def test_without_kueue_a_queue_is_no_way_past_it(cluster: Cluster, namespace: st
     wait_phase(cluster, path, "Running")
 
 
+def test_a_cluster_without_claims_of_devices_says_so(cluster: Cluster, user: User) -> None:
+    if "resource.k8s.io" in {group["name"] for group in cluster.get("/apis")["groups"]}:
+        pytest.skip("this cluster may allocate devices by claims")
+    namespace = user.namespace
+    refused = user.try_sky("up", "one", "--claim", "gpu.nvidia.com:2", "--no-use", "--timeout", "10s")
+    assert refused.returncode == 4, refused.stderr
+    assert "spec.resourceClaims needs Kubernetes 1.32 or newer" in refused.stderr
+    path = path_of(namespace, "one")
+    assert cluster.get(path)["spec"]["resourceClaims"][0]["count"] == 2
+    wait_reason(cluster, path, "Degraded", "ClaimsUnavailable")
+    assert cluster.items(f"/api/v1/namespaces/{namespace}/pods") == []
+    cluster.patch(path, {"spec": {"resourceClaims": None, **TRIVIAL}})
+    wait_phase(cluster, path, "Running")
+
+
+def test_nodes_are_placed_in_one_domain_and_a_domain_that_is_not_there_is_waited_for(
+    cluster: Cluster, namespace: str
+) -> None:
+    path = make(cluster, namespace, "near", **TRIVIAL, nodes=2, topology={"key": "kubernetes.io/hostname"})
+    nodes = wait_phase(cluster, path, "Running")["status"]["nodes"]
+    assert len({row["nodeName"] for row in nodes}) == 1
+    path = make(cluster, namespace, "nowhere", **TRIVIAL, nodes=2, topology={"key": "example.com/rack"})
+    text = wait_reason(cluster, path, "Scheduled", "Unschedulable")["message"]
+    assert "affinity" in text
+    cluster.patch(path, {"spec": {"topology": {"required": False}}})
+    wait_phase(cluster, path, "Running")
+
+
 def policy_version(cluster: Cluster) -> str:
     """The version of budgets and evictions that the cluster prefers."""
     return str(cluster.get("/apis/policy")["preferredVersion"]["version"])

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.kubernetes.resources import compute_manifest
+from skyproxy.kubernetes.resources import claim_rows, compute_manifest
 
 CRD = Path(__file__).resolve().parents[2] / "manifests" / "base" / "crd.yaml"
 
@@ -78,6 +78,26 @@ def test_every_field_is_one_that_the_custom_resource_has() -> None:
 def test_limits_are_rounded_up_to_whole_seconds(seconds: float, text: str) -> None:
     spec = compute_manifest("a", idle_timeout_seconds=seconds, max_lifetime_seconds=seconds)["spec"]
     assert (spec["idleTimeout"], spec["maxLifetime"]) == (text, text)
+
+
+def test_claims_of_a_command_line_are_those_of_the_spec() -> None:
+    rows = claim_rows(["gpu.nvidia.com", "gpu.nvidia.com:2", "template/half", "claim/a.b"])
+    assert rows == [
+        {"name": "devices-0", "deviceClassName": "gpu.nvidia.com", "count": 1},
+        {"name": "devices-1", "deviceClassName": "gpu.nvidia.com", "count": 2},
+        {"name": "devices-2", "resourceClaimTemplateName": "half"},
+        {"name": "devices-3", "resourceClaimName": "a.b"},
+    ]
+    schema = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    fields = schema["properties"]["spec"]["properties"]["resourceClaims"]["items"]["properties"]
+    assert {key for row in rows for key in row} <= set(fields)
+    assert compute_manifest("a", resourceClaims=rows)["spec"]["resourceClaims"] == rows
+
+
+@pytest.mark.parametrize("text", ["", "GPU", "gpu.nvidia.com:0", "gpu.nvidia.com:65", "gpu:x", "templates/a", "claim/"])
+def test_a_claim_that_is_written_otherwise_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"is no claim of devices.*template/half-a-gpu"):
+        claim_rows([text])
 
 
 @pytest.mark.parametrize(

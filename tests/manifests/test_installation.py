@@ -276,6 +276,7 @@ GROUPS = {
     "HTTPRoute": "gateway.networking.k8s.io",
     "Lease": "coordination.k8s.io",
     "NetworkPolicy": "networking.k8s.io",
+    "ResourceClaimTemplate": "resource.k8s.io",
     "PodDisruptionBudget": "policy",
     "Workload": "kueue.x-k8s.io",
 }
@@ -287,6 +288,8 @@ def used() -> set[tuple[str, str, str]]:
     from tests.operator.world import KEY, World
 
     worlds = [World(**STORY, gang="volcano", restartPolicy={"backoffSeconds": 1}), World(), World(queue="research")]
+    worlds.append(World(resourceClaims=[{"name": "gpu", "deviceClassName": "gpu.nvidia.com"}]))
+    worlds[3].cluster.kinds["ResourceClaimTemplate"] = "v1"
     worlds[2].cluster.kinds["Workload"] = "v1beta1"
     worlds[0].cluster.kinds["PodGroup"] = "v1beta1"
     worlds[0].cluster.kinds["PodDisruptionBudget"] = "v1"
@@ -307,6 +310,7 @@ def used() -> set[tuple[str, str, str]]:
         await worlds[0].look()
         await worlds[1].look()
         await worlds[2].settle()
+        await worlds[3].settle()
         worlds[0].edit(gateway={"enabled": False})
         await worlds[0].look()
         # The certificate is renewed before it ends.

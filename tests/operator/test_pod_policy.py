@@ -104,6 +104,13 @@ SECRET = [
 ]
 
 
+CLAIM = [
+    {"resourceClaims": [{"name": "a", "resourceClaimName": "foreign"}]},
+    {"resourceClaims": [{"name": "a", "resourceClaimTemplateName": "foreign"}]},
+    template(resourceClaims=[{"name": "a", "resourceClaimTemplateName": "foreign"}]),
+]
+
+
 @pytest.mark.parametrize("spec", HOST)
 def test_the_machine_is_closed_unless_an_administrator_opens_it(spec: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="SKYPROXY_OPERATOR_ALLOW_HOST_ACCESS"):
@@ -133,6 +140,23 @@ def test_secrets_can_be_limited_to_some(spec: dict[str, Any]) -> None:
     for secrets in ("", "mine"):
         with pytest.raises(ValueError, match="SKYPROXY_OPERATOR_SECRETS=foreign"):
             build(replace(OPTIONS, secrets=secrets), **spec)
+
+
+@pytest.mark.parametrize("spec", CLAIM)
+def test_claims_of_devices_can_be_limited_to_some(spec: dict[str, Any]) -> None:
+    build(**spec)
+    build(replace(OPTIONS, resource_claims="mine,for*"), **spec)
+    for claims in ("", "mine"):
+        with pytest.raises(ValueError, match="SKYPROXY_OPERATOR_RESOURCE_CLAIMS=foreign"):
+            build(replace(OPTIONS, resource_claims=claims), **spec)
+
+
+def test_classes_of_devices_can_be_limited_to_some() -> None:
+    spec = {"resourceClaims": [{"name": "a", "deviceClassName": "gpu.nvidia.com"}]}
+    # What the operator makes itself needs no word among those that may be named.
+    build(replace(OPTIONS, resource_claims="", device_classes="tpu.google.com, gpu.*"), **spec)
+    with pytest.raises(ValueError, match=r"SKYPROXY_OPERATOR_DEVICE_CLASSES=gpu\.nvidia\.com"):
+        build(replace(OPTIONS, device_classes="tpu.google.com"), **spec)
 
 
 @pytest.mark.parametrize("kind", REVIEWED)
