@@ -62,7 +62,7 @@ class BoundCall:
         self.known: list[tuple[Handle, KnownMeta, torch.Tensor]] = []
         self.device = self._find_device()
         if info.places_host_indices and len(args) > 1 and type(args[1]) in (list, tuple):
-            self.args = args = (args[0], self._place_indices(*args[:2]), *args[2:])
+            self.args = args = (args[0], self._place_indices(*args[:3]), *args[2:])
         self.key: list[object] = [info]
         self.operands: list[object] = []
         writes = info.writes
@@ -137,12 +137,19 @@ class BoundCall:
         self.operands.append(_number(a))
         return commands.VALUE
 
-    def _place_indices(self, indexed: object, indices: Sequence[torch.Tensor | None]) -> list[object]:
+    def _place_indices(
+        self, indexed: object, indices: Sequence[torch.Tensor | None], put: object = None
+    ) -> list[object]:
         """Indices with those of the CPU on the device, masks of the CPU as the positions that they choose.
 
-        So shapes can be inferred, from remote tensors alone, and the call does not wait.
+        So shapes can be inferred, from remote tensors alone, and the call does not wait. A mask stays one where a
+        number of another dtype is put there: PyTorch fills by a mask what it refuses to put at positions.
+
+        Args:
+            put: what an op puts there, which has tensors.
         """
         size = indexed._sky.meta.size if type(indexed) is RemoteTensor else ()
+        fills = isinstance(put, torch.Tensor) and put.numel() == 1 and put.dtype is not getattr(indexed, "dtype", None)
         placed: list[object] = []
         at = 0
         for a in indices:
@@ -150,7 +157,8 @@ class BoundCall:
             if not isinstance(a, torch.Tensor) or type(a) is RemoteTensor or a.device.type != "cpu":
                 placed.append(a)
             elif (
-                a.dtype is torch.bool
+                not fills
+                and a.dtype is torch.bool
                 and a.dim() > 0
                 and a.numel() <= _MOST_MASKED
                 and tuple(a.shape) == size[at : at + a.dim()]

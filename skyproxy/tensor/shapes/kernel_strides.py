@@ -128,7 +128,8 @@ def _copy(a: Meta, *args: object, memory_format: torch.memory_format | None = No
     "sum.dim_IntList mean.dim prod.dim_int amax amin any.dim all.dim argmax argmin nansum logsumexp max.dim min.dim "
     "linalg_vector_norm var.correction std.correction norm.ScalarOpt_dim mvlgamma log_sigmoid_forward "
     "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index "
-    "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor pow.Scalar index_copy huber_loss_backward "
+    "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor pow.Scalar index_add index_copy huber_loss_backward "
+    "isin.Tensor_Tensor isin.Tensor_Scalar "
     "smooth_l1_loss_backward mse_loss_backward native_layer_norm native_layer_norm_backward col2im renorm tril triu "
     "softmax.int log_softmax.int nll_loss2d_forward"
 )
@@ -212,7 +213,7 @@ def indexed_stride(a: Meta, indices: Sequence[Meta | None]) -> Strides:
     if places[-1] - first >= len(places):  # they are not next to each other, and come to the front
         dims, first = places + [d for d in dims if d not in places], 0
     before, after = dims[:first], dims[first + len(places) :]
-    if 0 in [a.size[d] for d in places]:
+    if 0 in [a.size[d] for d in places] and 0 not in shape:
         return None
     size = (*(a.size[d] for d in before), *shape, *(a.size[d] for d in after))
     source = (*(a.stride[d] for d in before), *[0] * len(shape), *(a.stride[d] for d in after))

@@ -98,6 +98,23 @@ def test_what_crosses_devices_does_so_between_workers(sky: str, sky1: str, name:
     assert result.tolist() == expected
 
 
+@pytest.mark.parametrize("value", [1, 1.0, True], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("mask", ["cpu", "sky"])
+@pytest.mark.parametrize("index", [lambda m: m, lambda m: (slice(None), m), lambda m: (slice(1, 1), m)], ids="abc")
+def test_a_mask_is_filled_with_a_number_of_another_dtype(
+    sky1: str, value: float, shape: tuple[int, ...], mask: str, index: Callable[..., Any]
+) -> None:
+    """PyTorch converts it, where the mask is one. At positions it does not, so a mask of the CPU must stay a mask."""
+    chosen, dtype = torch.tensor([True, False, True]), torch.float64 if type(value) is float else None
+    expected = _setitem(torch.zeros(3, 3), index(chosen), torch.tensor(value, dtype=dtype).expand(shape))
+    chosen = chosen.to(sky1) if mask == "sky" else chosen
+    found = _setitem(
+        torch.zeros(3, 3, device=sky1), index(chosen), torch.tensor(value, dtype=dtype, device=sky1).expand(shape)
+    )
+    assert torch.equal(found.cpu(), expected)
+
+
 def test_a_larger_value_does_not_cross(sky1: str) -> None:
     with pytest.raises(RuntimeError, match=_MISMATCH):
         torch.zeros(3).fill_(torch.ones(3, device=sky1))

@@ -85,6 +85,11 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "logical or": lambda g, x: aten.logical_or(g, x[0]),
     "magnitude of complex numbers": lambda g, x: aten.abs(torch.complex(x, x)),
     "angle of complex numbers": lambda g, x: aten.angle(torch.complex(x, x)),
+    "index add": lambda g, x: aten.index_add(x, 1, torch.zeros(4, dtype=torch.int64, device=x.device), g),
+    "index add to a column": lambda g, x: x[..., 0:1].index_add(2, torch.tensor([0], device=x.device), g[..., 2:3]),
+    "is in": lambda g, x: aten.isin(x, g),
+    "an empty choice": lambda g, x: x[:, torch.zeros(0, dtype=torch.int64), :, 1:3],
+    "an empty choice of nothing": lambda g, x: x[0, :0, :0, :1][torch.zeros(0, dtype=torch.bool)],
 }
 
 
