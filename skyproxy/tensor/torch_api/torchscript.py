@@ -1,8 +1,9 @@
-"""Files of TorchScript: C++ writes and reads them, and handles storages of tensors without a word to the device."""
+"""TorchScript: C++ writes and reads files, and handles storages of tensors without a word to the device; and traces."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,10 @@ _WRITERS = {
     "ScriptFunction": ("save", "save_to_buffer"),
 }
 _SETTERS = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
+_TRACERS = {
+    "": ("_create_graph_by_tracing", "_create_function_from_trace", "_create_function_from_trace_with_dict"),
+    "ScriptModule": ("_create_method_from_trace", "_create_method_from_trace_with_dict"),
+}
 _READERS = ("import_ir_module", "import_ir_module_from_buffer", "_import_ir_module_from_package")
 
 
@@ -171,6 +176,67 @@ def _reading(read: Callable[..., object]) -> Callable[..., object]:
     return read_watched
 
 
+# --- tracing ---------------------------------------------------------------------------------------------------------
+
+
+def _trace_convolution(*args: Any) -> torch.Tensor:
+    """A convolution, by the operation that it becomes in ATen: a trace has that one, and nothing of the former."""
+    flags = torch.backends.cudnn
+    result: torch.Tensor = torch.ops.aten._convolution.default(
+        *args, flags.benchmark, flags.deterministic, flags.enabled, flags.allow_tf32
+    )
+    return result
+
+
+class _Traces:
+    """The traces that are being made, in all threads."""
+
+    count = 0
+    kernels: torch.library.Library | None = None
+    lock = threading.Lock()
+
+    @classmethod
+    def add(cls, number: int) -> None:
+        """Count traces that begin or end, and have our kernel in force while there are any."""
+        with cls.lock:
+            cls.count += number
+            if cls.count and cls.kernels is None:
+                cls.kernels = torch.library.Library("aten", "IMPL")
+                cls.kernels.impl("convolution", _trace_convolution, "AutogradPrivateUse1")
+            elif not cls.count and cls.kernels is not None:
+                cls.kernels._destroy()
+                cls.kernels = None
+
+
+def _tracing(trace: Callable[..., object]) -> Callable[..., object]:
+    """Return a tracer of C++ that sees convolutions of remote tensors."""
+
+    @functools.wraps(trace)
+    def trace_watched(*args: object, **kwargs: object) -> object:
+        _Traces.add(1)
+        try:
+            return trace(*args, **kwargs)
+        finally:
+            _Traces.add(-1)
+
+    return trace_watched
+
+
+def _install_tracers() -> None:
+    for kind, names in _TRACERS.items():
+        owner = getattr(torch._C, kind) if kind else torch._C
+        for name in names:
+            if not patching.is_replaced(owner, name):
+                patching.wrap(
+                    owner,
+                    name,
+                    _tracing,
+                    why="a trace leaves out convolutions, for ATen traces what they become in its own kernel",
+                    test=f"{_TESTS}::test_a_trace_has_convolutions",
+                    when=patching.When.FIRST_DEVICE,
+                )
+
+
 def _install_writers() -> None:
     """Replace the writers when the first device comes to exist: before that there is nothing of ours to write."""
     writers = [(getattr(torch._C, kind), name, _writing) for kind, names in _WRITERS.items() for name in names]
@@ -201,3 +267,4 @@ def install() -> None:
             test=f"{_TESTS}::test_a_file_of_the_cpu_is_loaded_on_a_worker",
         )
     DEVICES.before_new[_install_writers] = None
+    DEVICES.before_new[_install_tracers] = None

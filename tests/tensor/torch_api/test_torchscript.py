@@ -167,6 +167,30 @@ def test_an_exported_program_is_saved_and_loaded(sky1: str) -> None:
     assert torch.equal(loaded.module()(X.to(sky1)).cpu(), expected)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
+def test_a_trace_has_convolutions(kind: Any, training: bool, sky1: str) -> None:
+    rank = int(kind.__name__[-2])
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        part = nn.Sequential(kind(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)).train(training)
+        part(torch.zeros(1, 2, *[5] * rank))
+        part.to(device)
+        x = torch.linspace(-2, 2, 4 * 5**rank).view(2, 2, *[5] * rank).to(device)
+        traced: Any = torch.jit.trace(part, x)  # type: ignore[no-untyped-call]
+        assert [node.kind() for node in traced.inlined_graph.nodes()].count("aten::_convolution") == 1
+        fixed = copy.deepcopy(part[0]).requires_grad_(False)
+        function: Any = torch.jit.trace(lambda y: fixed(y).relu(), x)  # type: ignore[no-untyped-call]
+        loaded = torch.jit.load(written(traced), map_location=device)
+        traced(x + 1).square().sum().backward()
+        gradients = [p.grad for p in part.parameters() if p.grad is not None]
+        return [traced(x * 2), function(x * 3), loaded(x * 4), part(x), *gradients]
+
+    for ours, theirs in zip(run(sky1), run("cpu"), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
 FIRST_USE = """
 import io, sys, torch, skyproxy
 module = torch.jit.load(sys.argv[1], map_location="sky:0")
