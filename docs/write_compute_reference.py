@@ -57,6 +57,8 @@ TAIL = """\
 | `suspend` | the Pods go, or come back; with `snapshots`, so do their sessions |
 | anything else | all Pods are made again: what they held in memory is lost |
 
+A runtime of the installation that changes is nothing to Pods that run; those of the next start have it.
+
 A Compute that has failed or expired, or was suspended by `suspendAfter`, starts again with any change of its spec, or
 with a new value of the annotation `skyproxy.dev/wake`. The annotation
 `skyproxy.dev/cert-manager-issuer: Issuer/NAME` (or `ClusterIssuer/NAME`) has cert-manager make the certificate; its

@@ -438,4 +438,6 @@ def _issuer(compute: Object) -> str | None:
 
 def _fingerprint(compute: Object) -> str:
     """Names everything that children are made of, the operator's options aside."""
-    return f"{compute['metadata'].get('generation')}/{_issuer(compute) or ''}"
+    runtime = ((compute.get("status") or {}).get("runtime") or {}).get("template", "")
+    filled_in = f"/{zlib.crc32(runtime.encode())}" if runtime else ""
+    return f"{compute['metadata'].get('generation')}/{_issuer(compute) or ''}{filled_in}"

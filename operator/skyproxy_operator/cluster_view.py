@@ -24,6 +24,9 @@ class ClusterView(Protocol):
     def pods(self, namespace: str, compute: str) -> list[Object]:
         """Return all pods that bear a Compute's label."""
 
+    def runtimes(self) -> dict[str, str]:
+        """Return the texts of the installation's runtimes by their names."""
+
     def watches(self, kind: str) -> bool:
         """Tell whether objects of a kind are seen, those with our label."""
 

@@ -126,6 +126,7 @@ class SecretItem(TypedDict):
 class SpecItem(TypedDict, total=False):
     """The spec of a Compute, as the API server lets it through: the schema of the custom resource holds these types."""
 
+    runtime: str | None
     image: str | None
     resources: Mapping[str, str | int] | None
     resourceClaims: list[ClaimItem] | None

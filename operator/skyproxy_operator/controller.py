@@ -34,6 +34,7 @@ from skyproxy_operator.pod_builder import build_pod
 from skyproxy_operator.probing import ENDING, TOKEN_REFUSED, ProbeCredentials, Prober
 from skyproxy_operator.queueing import KUEUE_GROUP, QUEUE_LABEL, WORKLOAD, is_gated
 from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds
+from skyproxy_operator.runtimes import Resolution, change_message, resolve
 from skyproxy_operator.work_queue import CHANGED, NEW, ROUTINE, WorkQueue
 
 Object = dict[str, Any]
@@ -227,17 +228,29 @@ class Controller:
         pods = self._view.pods(namespace, name)
         observed = ObservedState(compute, pods, self._clock())
         try:
-            spec = ComputeSpec.parse(name, compute.get("spec") or {})
+            made = resolve(compute, self._view.runtimes(), has_pods=bool(owned_pods(observed)), options=self._options)
+            spec = ComputeSpec.parse(name, made.compute["spec"])
             # A podTemplate that does not fit shows when it is applied.
-            build_pod(compute, spec, 0, 0, self._options)
+            build_pod(made.compute, spec, 0, 0, self._options)
         except ValueError as exc:
             plan = refuse(observed, str(exc))
         else:
+            await self._note_runtime(compute, made)
+            observed = replace(observed, compute=made.compute)
             plan = await self._plan(observed, spec, memory)
         await self._carry_out(observed, plan)
         memory.phase = plan.status["phase"]
         resync = self._options.resync_seconds
         return resync if plan.look_again_seconds is None else min(plan.look_again_seconds, resync)
+
+    async def _note_runtime(self, compute: Object, made: Resolution) -> None:
+        """Write down what pods are made of before they are, so that it stays theirs when the runtime changes."""
+        if (compute.get("status") or {}).get("runtime") == made.record:
+            return
+        await self._cluster.patch_status(compute, {"runtime": made.record})
+        if made.is_news and made.record is not None:
+            text = change_message(made.record["name"])
+            await self._announce(compute, Announcement("Normal", "RuntimeChanged", text))
 
     async def _tell_end(self, key: Key, memory: _Memory) -> None:
         """Tell the workers of a Compute that is going, once, that nobody can come back to them: its volume goes, too.

@@ -22,7 +22,7 @@ import kopf
 from skyproxy_operator.cluster import ClusterConnection
 from skyproxy_operator.controller import Controller
 from skyproxy_operator.http_server import HttpServer
-from skyproxy_operator.informer import View, compute_of, view_of
+from skyproxy_operator.informer import RUNTIME, View, compute_of, view_of
 from skyproxy_operator.leadership import Leadership, LeaseLostError
 from skyproxy_operator.options import Options, load
 from skyproxy_operator.probing import Prober
@@ -58,7 +58,7 @@ class Operator:
         """Connects, and begins to work when it is our turn."""
         options = self._options
         self._cluster = cluster = await ClusterConnection.connect(options.request_timeout_seconds)
-        view = self._view = view_of(cluster, self._namespaces, self.changed)
+        view = self._view = view_of(cluster, self._namespaces, self.changed, options.lease_namespace)
         self.controller = controller = Controller(cluster, view, self._prober, options)
         host = os.environ.get("HOSTNAME") or socket.gethostname()
         leadership = Leadership(cluster, options, f"{host}_{options.lease_identity or uuid.uuid4().hex[:8]}")
@@ -100,7 +100,11 @@ class Operator:
         key = item["metadata"]["namespace"], compute_of(item)
         if self.controller is None:
             return
-        if kind in ("Compute", "Pod"):
+        if kind == RUNTIME and self._view is not None:
+            for place in self._view.computes():
+                if ((self._view.compute(*place) or {}).get("spec") or {}).get("runtime") == item["metadata"]["name"]:
+                    self.controller.touch(place, routine=True)
+        elif kind in ("Compute", "Pod"):
             self.controller.touch(key, routine=listed and change != "DELETED")
         elif change != "ADDED":
             # A child of ours that has just been created is as it should be.

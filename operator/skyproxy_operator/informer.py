@@ -17,7 +17,8 @@ from typing import Any
 
 from skyproxy_operator.cluster import ApiError, ClusterConnection, version_of
 from skyproxy_operator.metrics import METRICS
-from skyproxy_operator.names import API_VERSION, COMPUTE_LABEL
+from skyproxy_operator.names import API_VERSION, COMPUTE_LABEL, RUNTIME_LABEL
+from skyproxy_operator.runtimes import RUNTIME_KEY
 
 logger = logging.getLogger("skyproxy.operator")
 
@@ -71,6 +72,10 @@ class ObjectStore:
     def places(self) -> list[Place]:
         """Return where the objects are."""
         return list(self._items)
+
+    def objects(self) -> list[Object]:
+        """Return all objects, not to be changed."""
+        return list(self._items.values())
 
     def get(self, namespace: str, name: str) -> Object | None:
         """Return an object, not to be changed; None where there is none."""
@@ -276,6 +281,11 @@ class View:
         store = self._store("Pod", namespace)
         return store.group(namespace, compute) if store is not None else []
 
+    def runtimes(self) -> dict[str, str]:
+        """Return the texts of the installation's runtimes by their names."""
+        found = (item for informer in self._informers.get(RUNTIME, ()) for item in informer.store.objects())
+        return {item["metadata"]["name"]: str((item.get("data") or {}).get(RUNTIME_KEY, "")) for item in found}
+
     def watches(self, kind: str) -> bool:
         """Tell whether objects of a kind are kept here, those with our label."""
         return kind in self._informers
@@ -331,6 +341,8 @@ class View:
         return None
 
 
+RUNTIME = "Runtime"
+"""Kind of ConfigMaps that are runtimes: others are not watched."""
 _WATCHED = {
     "Compute": API_VERSION,
     "Pod": "v1",
@@ -342,7 +354,10 @@ _WATCHED = {
 
 
 def view_of(
-    cluster: ClusterConnection, namespaces: Sequence[str], on_change: Callable[[str, str, Object, bool], None]
+    cluster: ClusterConnection,
+    namespaces: Sequence[str],
+    on_change: Callable[[str, str, Object, bool], None],
+    runtimes_in: str = "",
 ) -> View:
     """Make the view of a cluster that an operator needs; it is told of what we write from then on.
 
@@ -350,6 +365,7 @@ def view_of(
         cluster: the cluster.
         namespaces: those to look after; empty for all.
         on_change: gets the kind, ADDED, MODIFIED or DELETED, the object, and whether it came with a list.
+        runtimes_in: the namespace of the installation's runtimes; empty where there are none.
     """
     informers: dict[str, list[Informer]] = {}
     for kind, api_version in _WATCHED.items():
@@ -357,6 +373,9 @@ def view_of(
             store = ObjectStore(compute_of, partial(on_change, kind))
             label = "" if kind == "Compute" else COMPUTE_LABEL
             informers.setdefault(kind, []).append(Informer(cluster, store, api_version, kind, namespace, label))
+    if runtimes_in:
+        store = ObjectStore(compute_of, partial(on_change, RUNTIME))
+        informers[RUNTIME] = [Informer(cluster, store, "v1", "ConfigMap", runtimes_in, RUNTIME_LABEL)]
     view = View(informers)
     cluster.wrote = view.wrote
     return view

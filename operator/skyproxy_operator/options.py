@@ -36,6 +36,8 @@ class Options:
     """Patterns of the ResourceClaims and their templates, of those in their own namespace, that pods may name."""
     device_classes: str = "*"
     """Patterns of the classes of devices for which the operator makes claims."""
+    require_runtime: bool = False
+    """True if every Compute must name a runtime of the installation."""
     ingress: str = "*"
     """From where workers are reached: `*` from everywhere, `namespace` from that of the Compute, `namespaces/NAME`,
     addresses such as 10.0.0.0/8; several with commas. Nodes of one Compute and the operator always reach them."""

@@ -33,6 +33,7 @@ _PAST = (
     "endedMessage",
     "lastActivityTime",
     "inUse",
+    "runtime",
     "pullFailures",
     "worker",
 )

@@ -61,6 +61,9 @@ def up(
     cpu: Annotated[str | None, typer.Option(help="CPUs per node, such as 4 or 500m.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory per node, such as 16Gi.")] = None,
     image: Annotated[str | None, typer.Option(help="Container image; default: the operator's.")] = None,
+    runtime: Annotated[
+        str | None, typer.Option(help="In Kubernetes: a runtime of the installation, which fills in the rest.")
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes, each in its own Pod.")] = 1,
     queue: Annotated[
         str | None, typer.Option(help="In Kubernetes: Kueue's LocalQueue, in which it waits for its turn.")
@@ -123,6 +126,7 @@ def up(
         "memory": memory,
         "image": image,
         "queue": queue,
+        "runtime": runtime,
         "claim": claim,
         "volume": volume,
         "idle_timeout": idle_timeout,
@@ -166,6 +170,7 @@ def up(
             "resources": _resources(gpus, gpu_type, cpu, memory),
             "nodes": nodes,
             "queue": queue,
+            "runtime": runtime,
             "resourceClaims": claim_rows(claim or ()) or None,
             "volumes": volumes,
             "env": variables,

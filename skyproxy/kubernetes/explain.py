@@ -91,7 +91,9 @@ def explain(
         return Explanation("Terminating", False, True, "Terminating", "it is being deleted", "", warnings)
     ready = conditions.get("Ready")
     if ready is not None and ready.get("status") == "True" and phase == "Running" and current:
-        return Explanation(phase, True, False, "Ready", "it accepts clients")
+        runtime = status.get("runtime") or {}
+        news = f"; the runtime {runtime.get('name')} has changed since it started" if runtime.get("outdated") else ""
+        return Explanation(phase, True, False, "Ready", f"it accepts clients{news}")
     reason, text = _cause(conditions, pods, current)
     if not status and not pods:
         reason, text = "Pending", "it is waiting for skyproxy's operator"

@@ -34,6 +34,7 @@ _SPEC_FIELDS = frozenset(
         "queue",
         "resourceClaims",
         "restartPolicy",
+        "runtime",
         "schedulerName",
         "serviceAccountName",
         "sharedMemory",

@@ -250,6 +250,7 @@ def test_a_worker_that_cannot_start_ends_with_4_and_leaves_nothing(run: Run, rea
         ),
         (["up", "x", "--provider", "local", "--queue", "research"], "cannot have --queue"),
         (["up", "x", "--provider", "local", "--claim", "gpu.nvidia.com"], "cannot have --claim"),
+        (["up", "x", "--provider", "local", "--runtime", "a100"], "cannot have --runtime"),
         (["up", "x", "--provider", "kubernetes", "--claim", "two:x"], "'two:x' is no claim of devices"),
         (["up", "x", "--provider", "local", "--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set here"),
         (["up", "x", "--provider", "local", "--cpu", "500m"], "whole number"),

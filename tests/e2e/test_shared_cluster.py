@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.e2e.cluster import ApiError, Cluster, Object, condition
 from tests.e2e.computes import TRIVIAL, User, make, path_of, wait_phase, wait_reason
+from tests.e2e.installation import NAMESPACE
 
 SESSION = """
 import sys
@@ -108,6 +111,53 @@ def test_nodes_are_placed_in_one_domain_and_a_domain_that_is_not_there_is_waited
     assert "affinity" in text
     cluster.patch(path, {"spec": {"topology": {"required": False}}})
     wait_phase(cluster, path, "Running")
+
+
+def put_runtime(cluster: Cluster, name: str, namespace: str, spec: Object) -> str:
+    """Makes a runtime for a namespace; gives its path."""
+    text = json.dumps({"spec": spec, "overrides": ["resources"], "limits": {"nodes": 2}, "namespaces": [namespace]})
+    metadata = {"name": name, "labels": {"skyproxy.dev/runtime": ""}}
+    made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"runtime.yaml": text}}
+    folder = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
+    cluster.create(folder, made)
+    return f"{folder}/{name}"
+
+
+def test_a_runtime_fills_in_a_compute_and_a_change_of_it_ends_nothing(cluster: Cluster, user: User) -> None:
+    namespace = user.namespace
+    labelled = {"metadata": {"labels": {"tier": "first"}}}
+    template = {**TRIVIAL["podTemplate"], **labelled}
+    runtime = put_runtime(cluster, f"own-{namespace}", namespace, {**TRIVIAL, "podTemplate": template})
+    name = runtime.rpartition("/")[2]
+    refused = user.try_sky("up", "many", "--runtime", name, "--nodes", "3", "--no-use", "--timeout", "15s")
+    assert refused.returncode == 4, refused.stderr
+    assert f"spec.nodes: 3 are more than 2, which is the limit of runtime {name}" in refused.stderr
+    absent = user.try_sky("up", "none", "--runtime", "absent", "--no-use", "--timeout", "15s")
+    assert f"this installation has no runtime absent. There are: {name}" in absent.stderr
+
+    path = make(cluster, namespace, "one", runtime=name, resources={"cpu": "1m"})
+    wait_phase(cluster, path, "Running")
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+    before = cluster.get(f"{pods}/one-0")
+    assert before["metadata"]["labels"]["tier"] == "first"
+    changed = json.dumps({"spec": {**TRIVIAL, "podTemplate": {**template, "metadata": {"labels": {"tier": "second"}}}}})
+    cluster.patch(runtime, {"data": {"runtime.yaml": changed}})
+    cluster.wait(path, lambda found: found and found["status"]["runtime"]["outdated"], "the change is seen")
+    told = f"/api/v1/namespaces/{namespace}/events"
+    cluster.wait(
+        told, lambda found: found and "RuntimeChanged" in {row["reason"] for row in found["items"]}, "it is told"
+    )
+    events = warnings(cluster, namespace, "RuntimeChanged")
+    assert [event["message"] for event in events] == [
+        f"The runtime {name} has changed. The Pods that run stay as they are; those of the next start will have it."
+    ]
+    assert cluster.get(f"{pods}/one-0")["metadata"]["uid"] == before["metadata"]["uid"]
+    cluster.patch(path, {"spec": {"suspend": True}})
+    cluster.wait(f"{pods}/one-0", lambda found: found is None, "the Pod goes", 90)
+    cluster.patch(path, {"spec": {"suspend": False}})
+    wait_phase(cluster, path, "Running")
+    assert cluster.get(f"{pods}/one-0")["metadata"]["labels"]["tier"] == "second"
+    cluster.delete(runtime)
 
 
 def policy_version(cluster: Cluster) -> str:

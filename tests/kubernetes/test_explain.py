@@ -28,6 +28,15 @@ def test_ready_is_ready() -> None:
     assert (found.ready, found.failed) == (True, False)
 
 
+def test_a_worker_of_a_runtime_that_has_changed_says_so() -> None:
+    item = compute("Running", Ready=("True", "Ready", ""))
+    for outdated, said in ((False, "it accepts clients"), (True, "; the runtime a100 has changed since it started")):
+        item["status"]["runtime"] = {"name": "a100", "template": "", "outdated": outdated}
+        found = explain(item, [], [], now=NOW)
+        assert found.ready
+        assert found.text.endswith(said)
+
+
 def test_ready_of_an_older_generation_is_not_ready() -> None:
     found = explain(compute("Running", seen=False, Ready=("True", "Ready", "")), [], [], now=NOW)
     assert not found.ready

@@ -108,6 +108,7 @@ def test_the_status_that_the_operator_writes_is_not_pruned() -> None:
         **dict.fromkeys(("lastFailure", "formed", "endedFor", "endedReason", "endedMessage"), "x"),
         **dict.fromkeys(("lastFailureTime", "startTime", "readySince", "expiryTime"), status.timestamp(NOW)),
         "pullFailures": {"registry.example/worker:1": "manifest unknown"},
+        "runtime": {"name": "a100", "template": "spec: {}", "outdated": True},
     }
     carried = status.with_activity(carried, [report], NOW)
     assert set(carried) == set(status._PAST)
@@ -186,6 +187,8 @@ def test_a_misspelt_field_of_an_example_would_be_found() -> None:
         {"image": ""},
         {"queue": ""},
         {"gang": "yes"},
+        {"runtime": ""},
+        {"runtime": "A100"},
         {"topology": {}},
         {"topology": {"key": "a b"}},
         {"resourceClaims": [{"deviceClassName": "gpu.nvidia.com"}]},

@@ -334,6 +334,7 @@ def used() -> set[tuple[str, str, str]]:
         ("", "services"),
         ("", "persistentvolumeclaims"),
         ("networking.k8s.io", "networkpolicies"),
+        ("", "configmaps"),
     ):
         found |= {("list", group, resource), ("watch", group, resource)}
     return found | {(verb, "coordination.k8s.io", "leases") for verb in ("get", "create", "update")}

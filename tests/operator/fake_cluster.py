@@ -35,6 +35,7 @@ class FakeCluster:
         stop_after: how many more requests succeed before the process ends; None for all.
         refuse: a failure for each kind of object that cannot be created or applied.
         made: how often each object was created.
+        runtime_texts: the installation's runtimes by their names.
         kinds: those that the cluster serves beside Kubernetes' own, with their versions. With Workload, Kueue is there.
         workload_object: Kueue's object about pods in its queue.
     """
@@ -46,6 +47,7 @@ class FakeCluster:
         self.refuse: dict[str, ApiError] = {}
         self.made: Counter[Place] = Counter()
         self.kinds: dict[str, str] = {}
+        self.runtime_texts: dict[str, str] = {}
         self.workload_object: Object | None = None
         self._uids = itertools.count(1)
 
@@ -70,6 +72,9 @@ class FakeCluster:
 
     def compute(self, namespace: str, name: str) -> Object | None:
         return copy.deepcopy(self.objects.get(("Compute", namespace, name)))
+
+    def runtimes(self) -> dict[str, str]:
+        return self.runtime_texts
 
     def watches(self, kind: str) -> bool:
         return kind in ("Compute", "Pod", "Service", "PersistentVolumeClaim", "NetworkPolicy")

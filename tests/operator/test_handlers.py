@@ -60,6 +60,22 @@ def test_changes_become_looks(kind: str, change: str, listed: bool, how: dict[st
     assert touched.keys == ([(("lab", "dev"), how)] if how is not None else [])
 
 
+def test_a_runtime_that_changes_is_a_look_at_those_who_name_it() -> None:
+    class View:
+        def computes(self) -> list[tuple[str, str]]:
+            return [("lab", "a"), ("lab", "b"), ("field", "c")]
+
+        def compute(self, _namespace: str, name: str) -> dict[str, Any] | None:
+            return {"a": {"spec": {"runtime": "a100"}}, "b": {"spec": {}}}.get(name)
+
+    operator = handlers.Operator(Options())
+    operator.controller = touched = Touched()  # type: ignore[assignment]
+    operator._view = View()  # type: ignore[assignment]
+    for change in ("ADDED", "MODIFIED", "DELETED"):
+        operator.changed("Runtime", change, {"metadata": {"name": "a100", "namespace": "skyproxy-system"}}, False)
+    assert touched.keys == [(("lab", "a"), {"routine": True})] * 3
+
+
 @pytest.mark.parametrize("memo", [SimpleNamespace(), SimpleNamespace(namespaces=("a", "b"))])
 def test_kopf_hands_on_the_namespaces_and_looks_for_nothing_itself(
     memo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch

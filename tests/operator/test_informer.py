@@ -267,3 +267,17 @@ def test_a_view_of_some_namespaces_sees_each_in_its_own_stream() -> None:
     assert names(view.pods("lab", "dev")) == ["a", "b"]
     assert (view.pods("field", "dev"), view.pods("elsewhere", "dev"), view.compute("lab", "dev")) == ([], [], None)
     assert view.computes() == []
+
+
+def test_runtimes_are_those_of_one_namespace_and_no_other_config_maps() -> None:
+    told: list[str] = []
+    view = view_of(Api([], []), ["lab"], lambda kind, *_: told.append(kind), "system")  # type: ignore[arg-type]
+    (informer,) = view._informers["Runtime"]
+    assert (informer.namespace, informer._query) == ("system", {"labelSelector": "skyproxy.dev/runtime"})
+    assert not view.watches("ConfigMap")
+    metadata = {"name": "a100", "namespace": "system", "resourceVersion": "3"}
+    informer.store.change("ADDED", {"kind": "ConfigMap", "metadata": metadata, "data": {"runtime.yaml": "spec: {}"}})
+    informer.store.change("ADDED", {"kind": "ConfigMap", "metadata": {**metadata, "name": "b"}})
+    assert view.runtimes() == {"a100": "spec: {}", "b": ""}
+    assert told == ["Runtime", "Runtime"]
+    assert view_of(Api([], []), ["lab"], lambda *_: None).runtimes() == {}  # type: ignore[arg-type]
