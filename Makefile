@@ -163,6 +163,7 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.security.graph_fuzzing --graphs 20000
 	$(BIN)/python -m tests.security.graph_fuzzing --graphs 40 --mode inductor
 	$(BIN)/python -m tests.security.graph_fuzzing --graphs 300 --mode compiled
+	$(BIN)/python -m tests.security.snapshot_fuzzing
 	$(BIN)/python -m tests.security.hostile_messages
 
 # Each test of docs/reference/patches.md must fail without its replacement; half an hour.

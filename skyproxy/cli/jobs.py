@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -28,7 +28,7 @@ from skyproxy.cli.output import age_text, note, show_json, show_table, warn
 from skyproxy.contexts import Context
 from skyproxy.errors import ConfigurationError, SkyproxyError, visible_output
 from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
-from skyproxy.jobs.link import JobLink, OpenConnection, jobs_hello
+from skyproxy.jobs.link import JobLink, OpenConnection, job_rows, jobs_hello, part_of
 from skyproxy.jobs.output import JobLine
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.transport.base import Transport
@@ -80,17 +80,17 @@ def list_jobs(
     """List the jobs of your token, the newest first: state, age, exit status, node."""
     with connection(on, provider, address_of(namespace, context, kubeconfig)) as open_connection:
         with JobLink(open_connection) as link:
-            rows: list[dict[str, Any]] = link.ask("list")[0].get("jobs", [])
-        statuses = [(status_of(row), row.get("part")) for row in rows]
+            rows = job_rows(link)
+        statuses = [(status_of(row), part_of(row)) for row in rows]
     if as_json:
-        show_json([{**status._asdict(), "part": part} for status, part in statuses])
+        show_json([{**status._asdict(), "part": list(part)} for status, part in statuses])
         return
     shown = [_row(status, part) for status, part in statuses]
     show_table(_COLUMNS, shown, "There are no jobs. Start one: skyproxy run --detach train.py", shorten=("title",))
 
 
-def _row(status: JobStatus, part: object) -> dict[str, object]:
-    index, count = part if isinstance(part, list) and len(part) == 2 else (0, 1)
+def _row(status: JobStatus, part: tuple[int, int]) -> dict[str, object]:
+    index, count = part
     return {
         "name": status.name,
         "state": status.state,
@@ -310,9 +310,7 @@ def jobs_on(on: str | None, provider: ProviderName | None, address: ClusterAddre
     """Give a job of the worker that a command means, with all its parts where the worker has several nodes itself."""
     with connection(on, provider, address) as open_connection:
         with JobLink(open_connection) as link:
-            row: Mapping[str, Any] = link.ask("status", name=name)[0]
-        part = row.get("part")
-        index, count = part if isinstance(part, list) and len(part) == 2 else (0, 1)
+            index, count = part_of(link.ask("status", name=name)[0])
         saved = _saved_cluster(on, provider, address) if count != 1 else None
         if saved is None:
             if count != 1:
@@ -320,7 +318,7 @@ def jobs_on(on: str | None, provider: ProviderName | None, address: ClusterAddre
                 warn(f"This is node {index} of the {count} that the job {name} runs on: ask the other workers, too.")
             yield Job(name, [open_connection])
             return
-    with cluster_pool(saved, int(count)) as pool:
+    with cluster_pool(saved, count) as pool:
         yield pool.job(name)
 
 

@@ -31,6 +31,7 @@ WAIT_SECONDS = 15.0
 """The longest that one request asks the worker to wait for news."""
 _ANSWER_SECONDS = 30.0
 _PAUSE_SECONDS = 1.0
+_MOST_NODES = 10_000
 
 
 class JobLink:
@@ -126,6 +127,34 @@ def send_job(link: JobLink, asked: Mapping[str, object], payload: bytes) -> Row:
     for offset in range(0, len(view), SETTINGS.chunk_bytes):
         link.order("data", {}, view[offset : offset + SETTINGS.chunk_bytes])
     return link.order("start", {})[0]
+
+
+def job_rows(link: JobLink) -> list[Row]:
+    """Ask for the rows of all jobs of the token; what is in them, nobody has looked at.
+
+    Raises:
+        ProtocolError: the worker sent no list.
+    """
+    rows = link.ask("list")[0].get("jobs", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ProtocolError(f"the worker sent no list of jobs: {rows!r:.80}")
+    return rows
+
+
+def part_of(row: Mapping[str, object]) -> tuple[int, int]:
+    """Return which part of a job a worker has, and of how many.
+
+    Raises:
+        ProtocolError: there can be no such part.
+    """
+    part = row.get("part")
+    if part is None:
+        return 0, 1
+    if isinstance(part, list) and len(part) == 2 and all(type(number) is int for number in part):
+        index, count = part
+        if 0 <= index < count <= _MOST_NODES:
+            return index, count
+    raise ProtocolError(f"the worker says that it has part {part!r:.80} of a job")
 
 
 def result_bytes(link: JobLink, name: str) -> bytes | None:

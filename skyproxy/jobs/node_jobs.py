@@ -105,10 +105,10 @@ class NodeJobs:
             ```
         """
         from skyproxy.jobs.job import status_of
-        from skyproxy.jobs.link import JobLink
+        from skyproxy.jobs.link import JobLink, job_rows
 
         with JobLink(self._open_jobs) as link:
-            return [status_of(row) for row in link.ask("list")[0].get("jobs", ())]
+            return [status_of(row) for row in job_rows(link)]
 
     def _job_place(self) -> JobWorker:
         """Return the worker as a place for jobs."""

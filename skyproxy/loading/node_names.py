@@ -29,6 +29,7 @@ from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.plain_writing import to_plain, write_as
 from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.payloads.tensors import REFERENCE, Row, as_leaf
+from skyproxy.protocol import answers
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.memory import Memory, memory_of
@@ -153,6 +154,8 @@ class NodeNames:
     def _keep(self, name: str, document: bytes, tensors: Sequence[Any]) -> None:
         """Have the worker keep a value under a name."""
         numbers = self._session.call("put_named", name, document, [tensor._sky.slot for tensor in tensors])
+        if len(numbers) != len(tensors):
+            raise ProtocolError(f"the worker keeps {len(numbers)} tensors under {name!r} in place of {len(tensors)}")
         self._known.note(numbers, tensors)
 
     def _pickle_value(self, name: str, value: object) -> Pickled:
@@ -265,9 +268,10 @@ class NodeNames:
             if len(rows) != len(looks) or len(rows) > _MOST_ROWS:
                 raise ValueError(f"{len(rows)} tensors in place of {len(looks)}")
             tensors, slots = adopt_value(self._devices, self._known, looks, rows)
+            version = answer["version"]
         except (LookupError, TypeError, ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
-        if not self._session.call("adopt_named", name, answer["version"], slots):
+        if not self._session.call("adopt_named", name, version, slots):
             raise UnknownNameError(f"the value under {name!r} was replaced while it was being read. Try again.")
         self._known.note([row[0] for row in rows], tensors)
         return tensors
@@ -395,10 +399,26 @@ def adopt_value(
         The tensors, and for each the slot where its value goes; 0 for one that is there.
 
     Raises:
-        LookupError, TypeError, ValueError: the rows are impossible.
+        ProtocolError: the rows are impossible.
     """
     adoption = _Adoption(devices, known)
-    return [adoption.tensor(look, row) for look, row in zip(looks, rows, strict=True)], adoption.slots
+    try:
+        return [adoption.tensor(look, row) for look, row in zip(looks, rows, strict=True)], adoption.slots
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # the last of PyTorch, for sizes that it cannot have
+        if isinstance(error, SkyproxyError):
+            raise
+        raise ProtocolError(f"what the worker sent of a value's tensors is impossible: {error!r:.200}") from error
+
+
+_NUMBER = answers.whole
+_ROW = answers.row(
+    _NUMBER, answers.description, answers.row(answers.name, _NUMBER), answers.size, answers.rows(_NUMBER)
+)
 
 
 class _Adoption:
@@ -416,7 +436,8 @@ class _Adoption:
 
     def tensor(self, look: Row, row: list[Any]) -> torch.Tensor:
         """The tensor of a row of the worker, with the gradients' marks of the document."""
-        number, fields, (kind, index), storage_bytes, kin = row
+        number, fields, place, storage_bytes, kin = _ROW(row)
+        kind, index = place
         found = self._known.find(number)
         if found is not None:
             self.slots.append(0)
@@ -426,7 +447,7 @@ class _Adoption:
         handle = self._devices[kind, index].new_handle(meta, root)
         if root is None and kin:
             self._roots[min(kin)] = handle
-            handle.memory = Memory(int(storage_bytes))
+            handle.memory = Memory(storage_bytes)
         self.slots.append(handle.slot)
         return as_leaf(make_tensor(meta, handle), look)
 

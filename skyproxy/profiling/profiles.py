@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from skyproxy import torch_codec
-from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.errors import ConfigurationError, ProtocolError, SessionLostError
 from skyproxy.profiling.clock import Clock, ClockReading, read_clock
+from skyproxy.profiling.received import MOST_PACKED_BYTES, read_profile
 from skyproxy.profiling.timeline import Side, Timeline, merge
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES
@@ -40,7 +41,7 @@ class _Profiled:
         self.trace = session.start_trace()
 
     def _read(self) -> ClockReading:
-        return read_clock(lambda: int(self.session.call("clock")))
+        return read_clock(lambda: cast(int, self.session.call("clock")))
 
     def finish(self) -> Side | None:
         """Return what the worker saw; None where it is lost."""
@@ -48,14 +49,16 @@ class _Profiled:
         device = DEVICES.of(self.names[0])
         try:
             handle = device.new_handle(None)
-            size = int(self.session.call("profile_stop", handle.slot))
+            size = self.session.call("profile_stop", handle.slot)
+            if size > MOST_PACKED_BYTES:
+                raise ProtocolError(f"the worker announces a profile of {size} bytes; {MOST_PACKED_BYTES} are the most")
             description = torch_codec.describe(torch.empty(size, dtype=torch.uint8, device="meta"))
             packed = self.session.fetch(handle.slot, description)
             clock = Clock(self.first, self._read())
         except SessionLostError:
             return None
-        seen = json.loads(gzip.decompress(torch_codec.byte_view(packed)))
-        return Side(", ".join(self.names), seen["trace"], seen["replies"], self.trace, clock)
+        trace, replies = read_profile(torch_codec.byte_view(packed))
+        return Side(", ".join(self.names), trace, replies, self.trace, clock)
 
 
 class Profile:

@@ -17,7 +17,7 @@ from skyproxy.session.trace import SessionTrace
 
 CLIENT = 1
 """The program's row; the rows of a worker's wire and of the worker itself come behind it, two each."""
-_BATCH = re.compile(r"batch (\d+)")
+_BATCH = re.compile(r"batch (\d{1,18})")
 _OPS = frozenset({"cpu_op"})
 _SPANS = frozenset({"cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
 _GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})

@@ -13,6 +13,7 @@ from typing import Any
 from skyproxy.errors import ConfigurationError, SessionLostError, visible
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
+from skyproxy.protocol.answers import checked
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequence, Welcome
 from skyproxy.session.batch_log import BatchLog, Hole, KeptUpload, unrepeatable
@@ -259,6 +260,7 @@ class Protection:
         Raises:
             RemoteError: the worker refused; the one before is as good as it was.
             SessionLostError: the session is over.
+            ProtocolError: what the worker says is no snapshot.
         """
         begun = self._pending
         while begun is not None or not self.try_snapshot():
@@ -267,7 +269,7 @@ class Protection:
             begun = self._pending
         asked = self._asked
         assert asked is not None
-        return dict(asked.wait())
+        return dict(checked("save_snapshot", asked.wait()))
 
     def _on_answer(self, snapshot: _Snapshot) -> None:
         if snapshot.error is not None:

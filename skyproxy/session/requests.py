@@ -15,6 +15,7 @@ from skyproxy import telemetry, torch_codec
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
+from skyproxy.protocol.answers import checked, checked_rows
 from skyproxy.session import backlog
 from skyproxy.session.backlog import Backlog, Backlogs, BacklogWatch
 from skyproxy.session.cancelling import Cancelling
@@ -121,8 +122,20 @@ class Requests:
         Raises:
             RemoteError: the control failed, or an earlier command did and was not reported yet.
             SessionLostError: the worker is gone.
+            ProtocolError: it answered what such a control does not.
         """
-        return self.request(name, lambda number: (commands.CALL, number, name, list(arguments)))
+        return checked(name, self.request(name, lambda number: (commands.CALL, number, name, list(arguments))))
+
+    def describe(self, purpose: str, slots: list[int], inputs: list[int]) -> list[Any]:
+        """What the worker tells of slots, and of which of the inputs they are views.
+
+        Raises:
+            RemoteError: what should have made them failed.
+            SessionLostError: the worker is gone.
+            ProtocolError: what it tells cannot be.
+        """
+        rows = self.request(purpose, lambda number: (commands.DESCRIBE, number, slots, inputs))
+        return checked_rows(purpose, rows, len(slots))
 
     def do(self, name: str, *arguments: object) -> None:
         """Records the worker's control `name`; does not wait."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, visible
 from skyproxy.protocol import commands
+from skyproxy.protocol.answers import checked
 from skyproxy.protocol.messages import Batch, Failure, Reply, Sequence, Welcome
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.transport.base import Transport, recv_before
@@ -41,7 +42,7 @@ def ask_first(link: Transport, sequence: Sequence, name: str, arguments: list[ob
         except TimeoutError:
             raise WorkerEndedError(f"no answer to {name} within {_ANSWER_SECONDS:g} s") from None
         if isinstance(message, Reply):
-            return message.value
+            return checked(name, message.value)
         if isinstance(message, Failure):
             raise RemoteError(visible(message.error.get("message") or "it failed"))
 
@@ -70,7 +71,7 @@ def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int],
     link = opened.operations
     try:
         rows = ask_first(link, Sequence(1), "list_snapshots", [name])
-        there = {row["sequence"]: str(row["snapshot"]) for row in rows if row["sequence"] in starts}
+        there = {row["sequence"]: str(row["snapshot"]) for row in rows if row.get("sequence") in starts}
         start = next((start for start in starts if start in there), None)
         if start is None:
             raise SessionLostError(f"{reason}; and another worker has no snapshot of this session")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, SkyproxyError, SnapshotError, visible
 from skyproxy.protocol import commands
+from skyproxy.protocol.answers import checked
 from skyproxy.protocol.messages import Batch, Failure, Reply, RequestId, Sequence
 from skyproxy.session.opening import Opener
 from skyproxy.session.restoring import NewSession
@@ -183,7 +184,7 @@ class WorkerCopies:
 
     def _ask(self, name: str, *arguments: object) -> Any:
         self._send(name, *arguments)
-        return self._answer()
+        return checked(name, self._answer())
 
     def _ask_each(self, name: str, arguments: Iterable[object]) -> Iterator[Any]:
         for argument in arguments:

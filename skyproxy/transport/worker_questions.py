@@ -7,6 +7,7 @@ from pathlib import Path
 
 from skyproxy.errors import ConnectError, visible
 from skyproxy.protocol import commands
+from skyproxy.protocol.answers import checked
 from skyproxy.protocol.messages import OPERATIONS, Batch, Failure, Hello, Reply, RequestId, Sequence
 from skyproxy.protocol.versions import SUPPORTED
 from skyproxy.transport.base import recv_before
@@ -41,6 +42,7 @@ def ask_control(
         ConfigurationError: the token would travel unencrypted.
         AuthenticationError: the worker refused the token.
         ConnectError: nobody answers there, or the worker could not do it.
+        ProtocolError: it answered what such a control does not.
     """
     if is_link(url):
         url, certificate = read_url(url, certificate)
@@ -53,7 +55,7 @@ def ask_control(
         while True:
             message = recv_before(transport, deadline)
             if isinstance(message, Reply) and message.request == _REQUEST:
-                return message.value
+                return checked(control, message.value)
             if isinstance(message, Failure) and message.request == _REQUEST:
                 raise ConnectError(visible(message.error.get("message") or "the worker could not do it"))
     except TimeoutError as error:

@@ -326,7 +326,7 @@ def run_call(executor: Executor, call: Call, pool: Pool, sequence: int) -> str:
     return "compiled" if getattr(program, "ran", "") == "inductor" else "result"
 
 
-def _holds_canary(executor: Executor) -> bool:
+def holds_canary(executor: Executor) -> bool:
     """Whether a value of the session holds what it never put there. Asks for all of them, as a client would."""
     for slot in list(executor.state.values.slots):
         try:
@@ -388,7 +388,7 @@ def _run(answers: int, seeds: dict[str, list[Seed]]) -> None:
                 outcome = run_call(executor, call, pool, sequence)
                 if outcome == "result" and any(isinstance(message, Failure) for message in sent):
                     outcome = "error"
-                if _holds_canary(executor):
+                if holds_canary(executor):
                     outcome = "leak"
             except MemoryError:
                 outcome = "error"

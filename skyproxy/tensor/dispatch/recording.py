@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from skyproxy import torch_codec
+from skyproxy.errors import ProtocolError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
@@ -306,13 +307,15 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     inputs = [tensor._sky.slot for tensor in call.tensors]
     written = inference.written_tensors(call)
     slots = [handle.slot for handle in handles] + [inputs[i] for i in written]
-    rows = device.session.request(info.name, lambda number: (commands.DESCRIBE, number, slots, inputs))
+    rows = device.session.describe(info.name, slots, inputs)
     found = iter([_wrap_reply(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
     changed = []
     for i, (fields, _) in zip(written, rows[len(handles) :], strict=True):
+        if fields is None or fields == "list":
+            raise ProtocolError(f"the worker says that {info.name} made no tensor of a tensor")
         if fields[0] == torch_codec.NESTED:  # these keep their sizes
             continue
-        meta = inference.intern_meta(torch_codec.decode_description(fields))
+        meta = _described_meta(fields)
         if meta is not call.tensors[i]._sky.meta:
             changed.append((i, meta))
     for i, meta in changed:
@@ -346,9 +349,11 @@ def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[in
         return inference.Output(), [_wrap_reply(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
     if fields[0] == torch_codec.NESTED:
         return inference.Output(), wrap_answer(handle, row)
-    handle.meta = inference.intern_meta(torch_codec.decode_description(fields))
+    handle.meta = _described_meta(fields)
     if alias < 0:
         return inference.Output(meta=handle.meta), make_tensor(handle.meta, handle)
+    if alias >= len(call.tensors):
+        raise ProtocolError(f"the worker says that a result of {call.info.name} is a view of input {alias}")
     base = call.tensors[alias]
     handle.root = base._sky.root or base._sky
     return inference.Output(meta=handle.meta, shares=alias), make_view(handle.meta, handle, base)
@@ -365,8 +370,15 @@ def wrap_answer(handle: Handle, row: Sequence[Any]) -> torch.Tensor | None:
         return None
     if fields[0] == torch_codec.NESTED:
         return wrap_described[fields[0]](handle, fields)
-    handle.meta = inference.intern_meta(torch_codec.decode_description(fields))
+    handle.meta = _described_meta(fields)
     return make_tensor(handle.meta, handle)
+
+
+def _described_meta(fields: list[Any]) -> Meta:
+    try:
+        return inference.intern_meta(torch_codec.decode_description(fields))
+    except (KeyError, ValueError) as error:
+        raise ProtocolError(f"the worker describes no tensor: {error!r:.80}") from error
 
 
 def dispatch(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from skyproxy.errors import ProtocolError
 from skyproxy.tensor.core import known_values
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta
@@ -142,9 +143,15 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
     recorder = handle.device.recorder
     before = recorder.ops
     value = handle.device.session.call("item", handle.slot)
+    dtype = tensor.dtype
+    if type(value) is not (float if dtype.is_floating_point else bool if dtype is torch.bool else int):
+        raise ProtocolError(f"the worker sent {value!r:.40} for the value of a tensor of {dtype}")
     # Only this tensor and this name hold it, so it has no views whose changes would go unseen.
     if not handle.meta.size and handle.root is None and sys.getrefcount(handle) == _ALONE:
-        known_values.know(handle, torch.tensor(value, dtype=tensor.dtype))
+        try:
+            known_values.know(handle, torch.tensor(value, dtype=dtype))
+        except (RuntimeError, OverflowError) as error:
+            raise ProtocolError(f"the worker sent {value} for the value of a tensor of {dtype}") from error
         if recorder.ops != before:  # another thread may have changed it meanwhile
             known_values.forget(handle)
     return value

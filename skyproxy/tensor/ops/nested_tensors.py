@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from skyproxy import patching, torch_codec
-from skyproxy.errors import UnsupportedOpError
-from skyproxy.protocol import commands
+from skyproxy.errors import ProtocolError, UnsupportedOpError
 from skyproxy.tensor.core.devices import Handle
 from skyproxy.tensor.core.metadata import plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
@@ -62,6 +61,8 @@ class RemoteNestedTensor(torch.Tensor):
     def holding(handle: Handle, fields: list[Any]) -> RemoteNestedTensor:
         """The nested tensor in a slot, by the worker's description of it."""
         _, dtype, sizes, strides, offsets = fields
+        if dtype not in torch_codec.DTYPES:
+            raise ProtocolError(f"the worker describes a nested tensor of {dtype!r:.40}")
         rank = len(sizes[0]) if sizes else 0
         padded = (len(sizes), *(max(size[d] for size in sizes) for d in range(rank)))
         handle.meta = plain_meta(padded, torch_codec.DTYPES[dtype])
@@ -286,9 +287,7 @@ class _Differentiated(torch.autograd.Function):
             made = [device.new_handle(None) for _ in wanted]
             places = [ctx.places[i] for i in wanted]
             session.call("differentiate", ctx.graph.slot, slots, places, [handle.slot for handle in made])
-            rows = session.request(
-                "gradients", lambda number: (commands.DESCRIBE, number, [handle.slot for handle in made], [])
-            )
+            rows = session.describe("gradients", [handle.slot for handle in made], [])
             for i, handle, row in zip(wanted, made, rows, strict=True):
                 found[i + 2] = recording.wrap_answer(handle, row)
         return tuple(found)
