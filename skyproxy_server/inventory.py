@@ -7,7 +7,7 @@ import platform
 from types import ModuleType
 from typing import NotRequired, TypedDict
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, visible
 
 CHOICES = ("auto", "cuda", "cpu")
 
@@ -77,7 +77,7 @@ def _cuda_row(torch: ModuleType, index: int) -> DeviceRow:
     row: DeviceRow = {
         "type": "cuda",
         "index": index,
-        "name": properties.name,
+        "name": visible(properties.name),  # a driver's and a processor's words: clients refuse control characters
         "total_memory_bytes": properties.total_memory,
         "compute_capability": [properties.major, properties.minor],
         "multiprocessors": properties.multi_processor_count,
@@ -91,7 +91,7 @@ def _cpu_row(torch: ModuleType) -> DeviceRow:
     return {
         "type": "cpu",
         "index": 0,
-        "name": platform.processor() or platform.machine() or "cpu",
+        "name": visible(platform.processor() or platform.machine() or "cpu"),
         "total_memory_bytes": _host_memory_bytes(),
         "threads": torch.get_num_threads(),
         "onednn_lstm": _onednn_lstm_dtypes(torch),

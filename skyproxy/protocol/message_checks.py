@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from skyproxy.errors import CLOSE_CODES, ProtocolError
+from skyproxy.errors import CLOSE_CODES, ProtocolError, visible
+from skyproxy.protocol import answers
 from skyproxy.protocol.call_messages import CALL_EVENTS, CallData, CallEvent
 from skyproxy.protocol.digests import DIGEST_BYTES
 from skyproxy.protocol.messages import (
@@ -27,12 +28,31 @@ from skyproxy.protocol.messages import (
     Message,
     Offer,
     PackedChunk,
+    Welcome,
 )
 
 ROLES = (OPERATIONS, BULK, FUNCTIONS, JOBS)
 MAX_SECRET_BYTES = 64
 MAX_TRANSFER_BYTES = 1 << 62
 """The most bytes that a transfer may announce: what is more does not fit into the sizes of tensors."""
+
+
+_MOST_DEVICES = 1024
+_MOST_TEXTS = 1000
+_MOST_CHARACTERS = 1000
+_DEVICE = answers.fields(
+    {"type": answers.text, "index": answers.optional(answers.size)},
+    {
+        "name": answers.text,
+        "total_memory_bytes": answers.size,
+        "compute_capability": answers.row(answers.size, answers.size),
+        "multiprocessors": answers.size,
+        "uuid": answers.text,
+        "threads": answers.size,
+        "onednn_lstm": answers.rows(answers.text),
+    },
+)
+"""A row of `skyproxy_server.inventory`; what else is there, nobody reads."""
 
 
 def _check_hello(message: Hello) -> None:
@@ -49,6 +69,21 @@ def _check_hello(message: Hello) -> None:
         )
     if message.grace_seconds < 0 or message.received < 0 or len(message.secret) > MAX_SECRET_BYTES:
         raise ProtocolError("Hello has a negative number, or a secret that is none.")
+
+
+def _check_welcome(message: Welcome) -> None:
+    if message.received < 0 or len(message.secret) > MAX_SECRET_BYTES or len(message.devices) > _MOST_DEVICES:
+        raise ProtocolError("Welcome has a negative number, a secret that is none, or too many devices.")
+    texts = [message.session, *message.software, *message.software.values(), *message.limits]
+    if len(texts) > _MOST_TEXTS or any(len(text) > _MOST_CHARACTERS or visible(text) != text for text in texts):
+        raise ProtocolError("Welcome has words that are none: too many, too long, or with control characters.")
+    for row in message.devices:
+        try:
+            shown = _DEVICE(row)
+        except ValueError as error:
+            raise ProtocolError(f"Welcome has a device {row!r:.80}, which should have been {error}.") from None
+        if any(row[key] != value for key, value in shown.items()):
+            raise ProtocolError(f"Welcome has a device {row!r:.80} with control characters.")
 
 
 def _check_landed(message: Landed) -> None:
@@ -128,6 +163,7 @@ def _check_goodbye(message: Goodbye) -> None:
 
 VALUE_CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Hello: _check_hello,
+    Welcome: _check_welcome,
     Landed: _check_landed,
     CancelOperations: _check_cancel_operations,
     Chunk: _check_chunk,

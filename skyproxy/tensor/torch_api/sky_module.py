@@ -156,7 +156,7 @@ def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
         int(row.get("total_memory_bytes", 0)),
         int(major),
         int(minor),
-        int(row.get("multi_processor_count", 0)),
+        int(row.get("multiprocessors", 0)),
     )
 
 
