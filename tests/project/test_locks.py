@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,3 +66,22 @@ def test_an_index_that_knows_nothing_is_no_proof_that_nothing_is_wrong() -> None
     assert ("c 2: CVE-1" in text, status) == (True, 1)
     assert audit.verdict("x", "", "Max retries exceeded with url")[1] == 0
     assert audit.verdict("x", "", "Traceback: a bug")[1] == 2
+
+
+def test_ci_writes_what_images_are_made_of_and_asks_what_is_known_against_it_each_week() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    commands = [step.get("run") for step in workflow["jobs"]["supply"]["steps"]]
+    assert {"make sbom", "make audit"} <= set(commands)
+    assert workflow[True]["schedule"]  # YAML reads "on" so
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert ".ci/audit.py sbom" in targets
+    assert ".ci/audit.py audit" in targets
+
+
+def test_a_bill_of_materials_that_cannot_be_asked_about_is_told_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unreachable = subprocess.CompletedProcess([], 1, "", "requests.exceptions.ConnectionError: Max retries exceeded")
+    monkeypatch.setattr(audit.subprocess, "run", lambda *arguments, **options: unreachable)
+    assert audit.audit() == 0
+    assert capsys.readouterr().out.count("not audited, because nobody could be asked") == len(lock.LOCKS)
