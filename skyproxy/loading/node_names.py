@@ -415,7 +415,7 @@ def adopt_value(
         raise ProtocolError(f"what the worker sent of a value's tensors is impossible: {error!r:.200}") from error
 
 
-_NUMBER = answers.whole
+_NUMBER = answers.integer
 _ROW = answers.row(
     _NUMBER, answers.description, answers.row(answers.name, _NUMBER), answers.size, answers.rows(_NUMBER)
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from typing import Any
 
 from skyproxy.errors import ProtocolError, visible
+from skyproxy.profiling.timeline import TraceEvent
 
 MOST_PACKED_BYTES = 256 << 20
 MOST_BYTES = 1 << 30
@@ -18,7 +18,7 @@ _MOST_NAME = 1000
 _PHASE = re.compile("[A-Za-z]")
 
 
-def read_profile(packed: memoryview | bytes) -> tuple[dict[str, Any], list[list[int]]]:
+def read_profile(packed: memoryview | bytes) -> tuple[TraceEvent, list[list[int]]]:
     """Return the trace, in Chrome's format, and the answers: requests, and when they left.
 
     Raises:
@@ -41,11 +41,11 @@ def read_profile(packed: memoryview | bytes) -> tuple[dict[str, Any], list[list[
         raise ProtocolError(f"what the worker sent is no profile: {error!r:.100}") from error
     return {
         "baseTimeNanoseconds": base,
-        "traceEvents": [_shown(event) for event in events if _is_event(event)],
+        "traceEvents": [_without_controls(event) for event in events if _is_event(event)],
     }, answers
 
 
-def _is_event(event: Any) -> bool:
+def _is_event(event: object) -> bool:
     if type(event) is not dict or type(event.get("name")) is not str:
         return False
     phase = event.get("ph")
@@ -55,7 +55,7 @@ def _is_event(event: Any) -> bool:
     return all(map(_is_time, times)) and (phase != "X" or "dur" in event)
 
 
-def _shown(event: dict[str, Any]) -> dict[str, Any]:
+def _without_controls(event: TraceEvent) -> TraceEvent:
     category = event.get("cat")
     words = {"name": visible(event["name"][:_MOST_NAME])}
     return {**event, **words, **({} if category is None else {"cat": visible(str(category)[:_MOST_NAME])})}

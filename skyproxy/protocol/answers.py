@@ -12,7 +12,9 @@ from typing import Any
 
 from skyproxy.errors import ProtocolError, visible
 
-Shape = Callable[[Any], Any]
+Items = list[Any]
+Entries = dict[str, Any]
+Shape = Callable[[object], object]
 """Returns an answer, its words without control characters; raises ValueError where it is another thing."""
 
 MOST_CHARACTERS = 1 << 20
@@ -24,63 +26,63 @@ _MOST_DEPTH = 4
 _SCALARS = frozenset({bool, int, float})
 
 
-def scalar(value: Any) -> Any:
+def scalar(value: object) -> object:
     """A number, or a truth value; whole ones fit into 64 bits."""
     if type(value) not in _SCALARS or (type(value) is int and not -_MOST <= value < 2 * _MOST):
         raise ValueError("a number")
     return value
 
 
-def flag(value: Any) -> bool:
+def flag(value: object) -> bool:
     """A truth value."""
     if type(value) is not bool:
         raise ValueError("true or false")
     return value
 
 
-def whole(value: Any) -> int:
+def integer(value: object) -> int:
     """A whole number that fits into 64 bits with its sign, or without."""
     if type(value) is not int or not -_MOST <= value < 2 * _MOST:
         raise ValueError("a whole number")
     return value
 
 
-def size(value: Any) -> int:
+def size(value: object) -> int:
     """A number of bytes or things."""
     if type(value) is not int or not 0 <= value < _MOST:
         raise ValueError("a number of bytes or things")
     return value
 
 
-def seconds(value: Any) -> float:
+def seconds(value: object) -> float:
     """A finite time."""
-    if type(value) not in (int, float) or not -1e18 < value < 1e18:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -1e18 < value < 1e18:
         raise ValueError("a time")
     return float(value)
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """Words for people."""
     if type(value) is not str or len(value) > MOST_CHARACTERS:
         raise ValueError("a text")
     return visible(value)
 
 
-def data(value: Any) -> bytes:
+def data(value: object) -> bytes:
     """Bytes, as many as a message holds."""
     if type(value) is not bytes:
         raise ValueError("bytes")
     return value
 
 
-def state(value: Any) -> bytes:
+def state(value: object) -> bytes:
     """The state of a generator, which is never empty."""
     if not data(value):
         raise ValueError("a state")
     return data(value)
 
 
-def plain(value: Any, depth: int = _MOST_DEPTH) -> Any:
+def plain(value: object, depth: int = _MOST_DEPTH) -> object:
     """Numbers, words, bytes, None, and a few levels of lists and tables of them."""
     if value is None or type(value) in _SCALARS or type(value) is bytes:
         return value
@@ -93,14 +95,14 @@ def plain(value: Any, depth: int = _MOST_DEPTH) -> Any:
     raise ValueError("numbers and words")
 
 
-def table(value: Any) -> dict[str, Any]:
+def table(value: object) -> Entries:
     """A table by words, whose entries are read by whoever asked."""
     if type(value) is not dict or not all(type(key) is str for key in value):
         raise ValueError("a table")
     return value
 
 
-def ignored(value: Any) -> None:
+def ignored(value: object) -> None:
     """Nothing is made of this answer, whatever it is."""
 
 
@@ -109,10 +111,10 @@ def optional(shape: Shape) -> Shape:
     return lambda value: None if value is None else shape(value)
 
 
-def rows(shape: Shape) -> Shape:
+def rows(shape: Shape) -> Callable[[object], Items]:
     """A list of it."""
 
-    def check(value: Any) -> list[Any]:
+    def check(value: object) -> Items:
         if type(value) is not list:
             raise ValueError("a list")
         return [shape(item) for item in value]
@@ -120,10 +122,10 @@ def rows(shape: Shape) -> Shape:
     return check
 
 
-def row(*shapes: Shape) -> Shape:
+def row(*shapes: Shape) -> Callable[[object], Items]:
     """A list of just these."""
 
-    def check(value: Any) -> list[Any]:
+    def check(value: object) -> Items:
         if type(value) is not list or len(value) != len(shapes):
             raise ValueError(f"a list of {len(shapes)}")
         return [shape(item) for shape, item in zip(shapes, value, strict=True)]
@@ -131,11 +133,11 @@ def row(*shapes: Shape) -> Shape:
     return check
 
 
-def fields(required: dict[str, Shape], may_have: dict[str, Shape] | None = None) -> Shape:
+def fields(required: dict[str, Shape], may_have: dict[str, Shape] | None = None) -> Callable[[object], Entries]:
     """A table with these entries; others are left out."""
     known = {**required, **(may_have or {})}
 
-    def check(value: Any) -> dict[str, Any]:
+    def check(value: object) -> Entries:
         found = table(value)
         missing = required.keys() - found.keys()
         if missing:
@@ -145,32 +147,32 @@ def fields(required: dict[str, Shape], may_have: dict[str, Shape] | None = None)
     return check
 
 
-def name(value: Any) -> str:
+def name(value: object) -> str:
     """A name that a client gave, as it is: it is what is asked for again."""
     if type(value) is not str or len(value) > MOST_CHARACTERS:
         raise ValueError("a name")
     return value
 
 
-def _whole_numbers(value: Any, most_items: int = 1 << 20) -> list[int]:
+def _whole_numbers(value: object, most_items: int = 1 << 20) -> list[int]:
     if type(value) is not list or len(value) > most_items:
         raise ValueError("a list of whole numbers")
-    return [whole(item) for item in value]
+    return [integer(item) for item in value]
 
 
-def description(value: Any) -> list[Any]:
-    """What a tensor looks like: dtype, sizes, strides, offset, and three fields more where it is not strided."""
+def description(value: object) -> Items:
+    """The look of a tensor: dtype, sizes, strides, offset, and three fields more where it is not strided."""
     if type(value) is not list or len(value) not in (4, 7) or type(value[0]) is not str:
         raise ValueError("what a tensor looks like")
     sizes, strides = (_whole_numbers(numbers, MOST_DIMENSIONS) for numbers in value[1:3])
     if min(sizes, default=0) < 0 or math.prod(sizes) >= _MOST_ELEMENTS or len(strides) not in (0, len(sizes)):
         raise ValueError("sizes and strides of a tensor")
-    whole(value[3])
+    integer(value[3])
     plain(value[4:])
     return value
 
 
-def _nested(value: list[Any]) -> list[Any]:
+def _nested_description(value: Items) -> Items:
     _, _, sizes, strides, offsets = row(name, name, *[rows(_whole_numbers)] * 2, _whole_numbers)(value)
     if not len(sizes) == len(strides) == len(offsets):
         raise ValueError("as many sizes as strides and offsets")
@@ -179,8 +181,8 @@ def _nested(value: list[Any]) -> list[Any]:
     return value
 
 
-def described(value: Any, depth: int = 2) -> list[Any]:
-    """What became of a slot: what a tensor looks like, and which input it is a view of, or -1; or "list" and a row for
+def described(value: object, depth: int = 2) -> Items:
+    """The state of a slot: what a tensor looks like, and which input it is a view of, or -1; or "list" and a row for
     each; or None and a plain value.
     """
     if type(value) is not list or len(value) != 2:
@@ -193,7 +195,7 @@ def described(value: Any, depth: int = 2) -> list[Any]:
     if type(alias) is not int or not -1 <= alias < _MOST_INPUTS:
         raise ValueError("the number of an input")
     is_nested = type(fields_) is list and fields_[:1] == ["nested"]
-    return [_nested(fields_) if is_nested else description(fields_), alias]
+    return [_nested_description(fields_) if is_nested else description(fields_), alias]
 
 
 _MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved", "free", "total")
@@ -209,8 +211,8 @@ ANSWERS: dict[str, Shape] = {
     "query_event": flag,
     "elapsed_milliseconds": seconds,
     # random numbers and modes
-    "initial_seed": whole,
-    "generator_seed": whole,
+    "initial_seed": integer,
+    "generator_seed": integer,
     "random_state": state,
     "generator_state": state,
     "modes_in_force": lambda value: plain(table(value)),
@@ -223,7 +225,7 @@ ANSWERS: dict[str, Shape] = {
     "compiler_trouble": text,
     "compile_report": fields({"graphs": size, "eager": size, "inductor": size, "troubles": rows(text)}),
     "graph_report": fields({"graphs": size, "cuda_graphs": size}),
-    "clock": whole,
+    "clock": integer,
     "profile_start": ignored,
     "profile_stop": size,
     # calls, which are told of elsewhere
@@ -231,7 +233,7 @@ ANSWERS: dict[str, Shape] = {
     # names
     "hold_named": fields({}, {"refused": text, "moved": text, "elsewhere": text, "held_seconds": seconds}),
     "put_named": rows(size),
-    "named_value": fields({}, {"names": rows(name), "version": whole, "document": data, "rows": data}),
+    "named_value": fields({}, {"names": rows(name), "version": integer, "document": data, "rows": data}),
     "adopt_named": flag,
     "list_named": rows(row(name, size, size, seconds)),
     "forget_named": flag,
@@ -267,14 +269,14 @@ def checked(control: str, answer: object) -> Any:
         raise _impossible(control, answer, error) from None
 
 
-def checked_rows(purpose: str, answer: object, count: int) -> list[Any]:
+def checked_rows(purpose: str, answer: object, count: int) -> Items:
     """Return what a worker tells of so many slots, if that can be.
 
     Raises:
         ProtocolError: it cannot.
     """
     try:
-        found: list[Any] = rows(described)(answer)
+        found: Items = rows(described)(answer)
         if len(found) != count:
             raise ValueError(f"{count} descriptions")
     except ValueError as error:

@@ -127,7 +127,7 @@ class Requests:
         return checked(name, self.request(name, lambda number: (commands.CALL, number, name, list(arguments))))
 
     def describe(self, purpose: str, slots: list[int], inputs: list[int]) -> list[Any]:
-        """What the worker tells of slots, and of which of the inputs they are views.
+        """Asks what slots hold, and which of the inputs they are views of; waits for the answer.
 
         Raises:
             RemoteError: what should have made them failed.

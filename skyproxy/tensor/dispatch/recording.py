@@ -315,7 +315,7 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
             raise ProtocolError(f"the worker says that {info.name} made no tensor of a tensor")
         if fields[0] == torch_codec.NESTED:  # these keep their sizes
             continue
-        meta = _described_meta(fields)
+        meta = _meta_of(fields)
         if meta is not call.tensors[i]._sky.meta:
             changed.append((i, meta))
     for i, meta in changed:
@@ -349,7 +349,7 @@ def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[in
         return inference.Output(), [_wrap_reply(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
     if fields[0] == torch_codec.NESTED:
         return inference.Output(), wrap_answer(handle, row)
-    handle.meta = _described_meta(fields)
+    handle.meta = _meta_of(fields)
     if alias < 0:
         return inference.Output(meta=handle.meta), make_tensor(handle.meta, handle)
     if alias >= len(call.tensors):
@@ -370,11 +370,11 @@ def wrap_answer(handle: Handle, row: Sequence[Any]) -> torch.Tensor | None:
         return None
     if fields[0] == torch_codec.NESTED:
         return wrap_described[fields[0]](handle, fields)
-    handle.meta = _described_meta(fields)
+    handle.meta = _meta_of(fields)
     return make_tensor(handle.meta, handle)
 
 
-def _described_meta(fields: list[Any]) -> Meta:
+def _meta_of(fields: list[Any]) -> Meta:
     try:
         return inference.intern_meta(torch_codec.decode_description(fields))
     except (KeyError, ValueError) as error:
