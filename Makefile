@@ -4,6 +4,7 @@
 #   make test          the fast tests
 #   make e2e           the tests on a real Kubernetes control plane; needs root, and six minutes more the first time
 #   make e2e-real      the same on real nodes, with kubelets, containerd and images; needs root, and ten minutes more the first time
+#   make e2e-cel       the custom resource's CEL rules on a server that evaluates them; minutes more the first time
 #   make check         all fast checks: lint types imports docs test
 
 VENV ?= .venv
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun firsthour conformance matrix upstream gpu e2e e2e-real fuzz fuzz-layouts proof lock sbom audit site bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun firsthour conformance matrix upstream gpu e2e e2e-real e2e-cel fuzz fuzz-layouts proof lock sbom audit site bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
@@ -123,6 +124,12 @@ e2e-real: $(READY)
 	tests/e2e/control_plane/build.sh --node
 	PYTHON=$(abspath $(BIN))/python tests/e2e/real/images.sh
 	$(BIN)/python -m pytest tests/e2e -m e2e --real $(ARGS)
+
+# The CEL rules of the custom resource on a server that evaluates them, which is built first; without root.
+e2e-cel: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+e2e-cel: $(READY)
+	tests/e2e/cel/build.sh
+	$(BIN)/python -m pytest tests/e2e/test_cel_rules.py -m e2e --cel $(ARGS)
 
 # Every package of images and instances by its exact version and the hashes of its files.
 lock: $(READY)

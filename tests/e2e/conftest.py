@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.cel import server as cel
 from tests.e2e.cluster import Cluster, Object, condition
 from tests.e2e.computes import User
 from tests.e2e.control_plane import binaries
@@ -38,8 +39,11 @@ _NEEDED = ("setpriv", "unshare", "nsenter", "mount", "ip", "chroot")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The choice of nodes."""
+    """The choice of what is run on."""
     parser.addoption("--real", action="store_true", help="run Pods on real nodes (make e2e-real)")
+    parser.addoption(
+        "--cel", action="store_true", help="build the server for CEL rules if it is missing (make e2e-cel)"
+    )
 
 
 def wants_real(config: pytest.Config) -> bool:
@@ -50,6 +54,7 @@ def wants_real(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Everything here is an e2e test, and may wait for a busy machine."""
     real_ones = wants_real(config)
+    has_rules = bool(config.getoption("--cel", False)) or cel.is_cached()
     for item in items:
         if not item.path.is_relative_to(_HERE):
             continue
@@ -62,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = "needs Pods that are plain processes, as on the kubelet stand-in"
         elif not real_ones and (item.get_closest_marker("real") or "real_nodes" in names):
             reason = "needs real nodes: make e2e-real"
+        elif item.get_closest_marker("cel") and not has_rules:
+            reason = "needs an API server that evaluates CEL rules: make e2e-cel"
         else:
             continue
         item.add_marker(pytest.mark.skip(reason=reason))

@@ -164,44 +164,44 @@ def test_a_misspelt_field_of_an_example_would_be_found() -> None:
     assert schema_problems(compute(volumes=[{"name": "a", "storage": "1Gi", "path": "/a", "mode": "x"}]))
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {"nodes": 0},
-        {"nodes": "1"},
-        {"procsPerNode": 17},
-        {"port": 80},
-        {"resources": {"cpu": "1 core"}},
-        {"resources": {"cpu": True}},
-        {"volumes": [{"name": "a", "storage": "1Gi"}]},
-        {"volumes": [{"name": "A", "storage": "1Gi", "path": "/a"}]},
-        {"volumes": [{"name": "a", "storage": "1Gi", "path": "a"}]},
-        {"volumes": [{"name": "a", "storage": "1Gi", "path": "/a", "reclaimPolicy": "Recycle"}]},
-        {"env": [{"name": "1A"}]},
-        {"idleTimeout": "1.h"},
-        {"suspend": "yes"},
-        {"suspendAfter": "soon"},
-        {"snapshots": {}},
-        {"snapshots": {"storage": "much"}},
-        {"gateway": {"hostname": "*.example"}},
-        {"image": ""},
-        {"queue": ""},
-        {"gang": "yes"},
-        {"runtime": ""},
-        {"runtime": "A100"},
-        {"topology": {}},
-        {"topology": {"key": "a b"}},
-        {"resourceClaims": [{"deviceClassName": "gpu.nvidia.com"}]},
-        {"resourceClaims": [{"name": "a", "deviceClassName": "gpu.nvidia.com", "count": 0}]},
-        {"resourceClaims": [{"name": "a", "deviceClassName": "GPU"}]},
-        {"schedulerName": "A"},
-        {"topologySpreadConstraints": [{"maxSkew": 0, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule"}]},
-        {"topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "z"}]},
-        {"queue": "Research"},
-        {"queue": "a..b"},
-        {"queue": "a" * 64},
-    ],
-)
+SCHEMA_REFUSES: list[dict[str, Any]] = [
+    {"nodes": 0},
+    {"nodes": "1"},
+    {"procsPerNode": 17},
+    {"port": 80},
+    {"resources": {"cpu": "1 core"}},
+    {"resources": {"cpu": True}},
+    {"volumes": [{"name": "a", "storage": "1Gi"}]},
+    {"volumes": [{"name": "A", "storage": "1Gi", "path": "/a"}]},
+    {"volumes": [{"name": "a", "storage": "1Gi", "path": "a"}]},
+    {"volumes": [{"name": "a", "storage": "1Gi", "path": "/a", "reclaimPolicy": "Recycle"}]},
+    {"env": [{"name": "1A"}]},
+    {"idleTimeout": "1.h"},
+    {"suspend": "yes"},
+    {"suspendAfter": "soon"},
+    {"snapshots": {}},
+    {"snapshots": {"storage": "much"}},
+    {"gateway": {"hostname": "*.example"}},
+    {"image": ""},
+    {"queue": ""},
+    {"gang": "yes"},
+    {"runtime": ""},
+    {"runtime": "A100"},
+    {"topology": {}},
+    {"topology": {"key": "a b"}},
+    {"resourceClaims": [{"deviceClassName": "gpu.nvidia.com"}]},
+    {"resourceClaims": [{"name": "a", "deviceClassName": "gpu.nvidia.com", "count": 0}]},
+    {"resourceClaims": [{"name": "a", "deviceClassName": "GPU"}]},
+    {"schedulerName": "A"},
+    {"topologySpreadConstraints": [{"maxSkew": 0, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule"}]},
+    {"topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "z"}]},
+    {"queue": "Research"},
+    {"queue": "a..b"},
+    {"queue": "a" * 64},
+]
+
+
+@pytest.mark.parametrize("spec", SCHEMA_REFUSES)
 def test_the_schema_refuses(spec: dict[str, Any]) -> None:
     assert schema_problems(compute(**spec))
 
@@ -245,25 +245,26 @@ def test_rules_and_operator_judge_alike(spec: dict[str, Any], good: bool) -> Non
     assert (not rule_problems(value), not list(problems("dev", value["spec"]))) == (good, good)
 
 
-@pytest.mark.parametrize(
-    ("name", "good"), [("dev", True), ("d" * 50, True), ("d" * 51, False), ("1d", False), ("a.b", False), ("a-", False)]
-)
+NAMES = [("dev", True), ("d" * 50, True), ("d" * 51, False), ("1d", False), ("a.b", False), ("a-", False)]
+
+
+@pytest.mark.parametrize(("name", "good"), NAMES)
 def test_rules_and_operator_judge_names_alike(name: str, good: bool) -> None:
     pytest.importorskip("celpy", reason="evaluates the rules")
     value = with_defaults(SCHEMA, compute(name))
     assert (not rule_problems(value), not list(problems(name, value["spec"]))) == (good, good)
 
 
-@pytest.mark.parametrize(
-    ("change", "good"),
-    [
-        ({"storage": "2Gi"}, True),
-        ({"path": "/other"}, True),
-        ({"reclaimPolicy": "Retain"}, True),
-        ({"storageClassName": "other"}, False),
-        ({"accessMode": "ReadWriteMany"}, False),
-    ],
-)
+CHANGES: list[tuple[dict[str, Any], bool]] = [
+    ({"storage": "2Gi"}, True),
+    ({"path": "/other"}, True),
+    ({"reclaimPolicy": "Retain"}, True),
+    ({"storageClassName": "other"}, False),
+    ({"accessMode": "ReadWriteMany"}, False),
+]
+
+
+@pytest.mark.parametrize(("change", "good"), CHANGES)
 def test_what_cannot_change_in_a_volume(change: dict[str, Any], good: bool) -> None:
     pytest.importorskip("celpy", reason="evaluates the rules")
     old = with_defaults(

@@ -7,10 +7,11 @@
 #   build.sh [--node] [DIRECTORY]    prints DIRECTORY/bin when all binaries are there
 #
 # With --node, those of a node too: kubelet and kube-proxy from the same source, and the program of a Pod's pause container.
-# DIRECTORY is ${SKYPROXY_CACHE:-~/.cache/skyproxy}/kubernetes-1.20.2 by default. Packages come from where this machine's
-# own apt has Debian's from; DEBIAN_MIRROR names another place.
+# DIRECTORY is ${SKYPROXY_CACHE:-~/.cache/skyproxy}/kubernetes-1.20.2 by default.
 set -euo pipefail
 
+# shellcheck source=tests/e2e/debian.sh
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../debian.sh"
 version=1.20.2
 source_version="1.20.5+really1.20.2-1.1+deb12u1"
 binaries=(etcd kube-apiserver kube-controller-manager kube-scheduler kubectl)
@@ -18,8 +19,6 @@ if [[ ${1:-} == --node ]]; then
   binaries+=(kubelet kube-proxy pause)
   shift
 fi
-mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' 2>/dev/null | grep '/debian/*$' | head -n 1 || true)}
-keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 target=$(realpath -m "${1:-${SKYPROXY_CACHE:-$HOME/.cache/skyproxy}/kubernetes-$version}")
 
 is_complete() {
@@ -37,49 +36,17 @@ require() {
     command -v "$command" >/dev/null || missing+=("$command")
   done
   [[ -e $keyring ]] || missing+=("$keyring")
-  [[ -n $mirror ]] || {
-    echo "this machine's apt has no source of Debian. Name one: DEBIAN_MIRROR=URL" >&2
-    exit 1
-  }
+  require_mirror
   ((${#missing[@]} == 0)) || {
     echo "building Kubernetes needs ${missing[*]}. On Debian: apt-get install dpkg-dev make gcc xz-utils debian-archive-keyring" >&2
     exit 1
   }
 }
 
-private_apt() { # private_apt DIRECTORY: sources, keys and state under DIRECTORY; the machine's own apt is not touched
-  local state=$1
-  mkdir -p "$state"/{lists/partial,cache/archives/partial,parts,preferences}
-  cat >"$state/parts/debian.sources" <<SOURCES
-Types: deb deb-src
-URIs: $mirror
-Suites: bookworm
-Components: main
-Signed-By: $keyring
-
-Types: deb
-URIs: $mirror
-Suites: trixie
-Components: main
-Signed-By: $keyring
-SOURCES
-  cat >"$state/apt.conf" <<CONF
-Dir::Etc::sourcelist "-";
-Dir::Etc::sourceparts "$state/parts";
-Dir::Etc::preferencesparts "$state/preferences";
-Dir::State::lists "$state/lists";
-Dir::Cache "$state/cache";
-APT::Default-Release "bookworm";
-APT::Sandbox::User "$(id -un)";
-Acquire::Languages "none";
-CONF
-  export APT_CONFIG=$state/apt.conf
-}
-
 build() {
   local work=$1 package name commands=()
   shift
-  private_apt "$work/apt"
+  private_apt "$work/apt" "deb bookworm" "deb-src bookworm" "deb trixie"
   mkdir -p "$work"/{root,kubectl,home,shim,bin}
   cd "$work"
   apt-get update -qq

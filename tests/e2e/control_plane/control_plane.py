@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,8 +9,7 @@ from tests.e2e.control_plane.addresses import Slot
 from tests.e2e.control_plane.binaries import Binaries
 from tests.e2e.control_plane.certificates import Authority, write_kubeconfig
 from tests.e2e.control_plane.processes import Process
-
-_READY_SECONDS = 120.0
+from tests.e2e.control_plane.readiness import wait_ready
 
 
 class ControlPlane:
@@ -154,18 +148,4 @@ class ControlPlane:
         self._processes.append(Process(name, [self._binaries[name], *arguments, *argv], log))
 
     def _wait_ready(self) -> None:
-        context = ssl.create_default_context(cafile=str(self.authority.certificate))
-        deadline = time.monotonic() + _READY_SECONDS
-        pause = threading.Event()
-        while True:
-            self.check()
-            try:
-                with urllib.request.urlopen(f"{self.server}/readyz", timeout=5, context=context):
-                    return
-            except (OSError, urllib.error.URLError) as error:
-                if time.monotonic() > deadline:
-                    server = next(p for p in self._processes if p.name == "kube-apiserver")
-                    raise RuntimeError(
-                        f"the API server was not ready within {_READY_SECONDS:g} s: {error}\n{server.tail()}"
-                    ) from error
-                pause.wait(0.1)
+        wait_ready(self.server, self.authority.certificate, self.check)

@@ -17,14 +17,14 @@ if [[ ${1:-} == --engine ]]; then
   shift
 fi
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
+# shellcheck source=tests/e2e/debian.sh
+source "$here/../debian.sh"
 tree=$(realpath "$here/../../..")
 python=${PYTHON:-$tree/.venv/bin/python}
 cache=${SKYPROXY_CACHE:-$HOME/.cache/skyproxy}
 target=$(realpath -m "${1:-$cache/images}")
 pause=$(realpath -m "$cache/kubernetes-1.20.2/bin/pause")
 suite=bookworm
-keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' 2>/dev/null | grep '/debian/*$' | head -n 1 || true)}
 sources=(pyproject.toml README.md LICENSE requirements skyproxy skyproxy_server operator/skyproxy_operator manifests)
 base=docker.io/library/python:3.12-slim-bookworm # as the Containerfiles name it
 unset work builder
@@ -39,10 +39,7 @@ require() {
     echo "building images needs ${missing[*]}. On Debian: apt-get install --no-install-recommends mmdebstrap buildah runc containerd" >&2
     exit 1
   fi
-  [[ -n $mirror ]] || {
-    echo "this machine's apt has no source of Debian. Name one: DEBIAN_MIRROR=URL" >&2
-    exit 1
-  }
+  require_mirror
   [[ -n $for_engine || -x $pause ]] || {
     echo "$pause is missing: run tests/e2e/control_plane/build.sh --node" >&2
     exit 1

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Builds what the CEL rules of the custom resource are tried on, out of Debian's own packages, verified by Debian's keys:
+# apiextensions-apiserver, the part of the API server that serves custom resources, of the Kubernetes that Debian's unstable
+# release has, and etcd from trixie. Nothing is installed on the machine. It fetches 325 MB and takes minutes, once.
+#
+#   build.sh [DIRECTORY]    prints DIRECTORY/bin when both are there; DIRECTORY/version has the server's
+#
+# DIRECTORY is ${SKYPROXY_CACHE:-~/.cache/skyproxy}/apiextensions by default.
+set -euo pipefail
+
+here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
+# shellcheck source=tests/e2e/debian.sh
+source "$here/../debian.sh"
+server=golang-k8s-apiextensions-apiserver-dev
+target=$(realpath -m "${1:-${SKYPROXY_CACHE:-$HOME/.cache/skyproxy}/apiextensions}")
+
+is_complete() {
+  [[ -x $target/bin/etcd && -x $target/bin/apiextensions-apiserver && -s $target/version ]]
+}
+
+require() {
+  local missing=() command
+  for command in apt-get dpkg flock; do
+    command -v "$command" >/dev/null || missing+=("$command")
+  done
+  [[ -e $keyring ]] || missing+=("$keyring")
+  require_mirror
+  ((${#missing[@]} == 0)) || {
+    echo "building an API server needs ${missing[*]}. On Debian: apt-get install util-linux debian-archive-keyring" >&2
+    exit 1
+  }
+}
+
+build() {
+  local work=$1 root=$1/root package packages
+  private_apt "$work/apt" "deb sid" "deb trixie"
+  mkdir -p "$work"/{packages,root,home,bin}
+  cd "$work/packages"
+  apt-get update -qq
+  # Of all that the library depends on, only Go and its sources: there is nothing else to compile with or to link to.
+  packages=$(apt-get install --simulate "$server" golang-go | sed -n 's/^Inst \(golang-[^ ]*\) .*/\1/p')
+  # shellcheck disable=SC2086 # one word for each
+  apt-get download -qq $packages etcd-server/trixie
+  for package in *.deb; do
+    dpkg -x "$package" "$root"
+    rm "$package"
+  done
+  sed -n "/^Package: $server\$/,/^\$/s/^Version: //p" < <(apt-cache show --no-all-versions "$server") >"$work/version"
+
+  cd "$root/usr/share/gocode/src/k8s.io/apiextensions-apiserver"
+  env -u GOFLAGS GOROOT="$(echo "$root"/usr/lib/go-1.*)" GOPATH="$root/usr/share/gocode" GOCACHE="$work/gocache" \
+    HOME="$work/home" GO111MODULE=off GOTOOLCHAIN=local CGO_ENABLED=0 GOGC=400 \
+    "$(echo "$root"/usr/lib/go-1.*/bin/go)" build -ldflags "-s -w" -o "$work/bin/apiextensions-apiserver" .
+  install -m755 "$root/usr/bin/etcd" "$work/bin/"
+  "$work/bin/etcd" --version | head -1
+}
+
+mkdir -p "$target"
+# Two at once: the second waits here, then finds everything.
+exec 9>"$target/.lock"
+flock 9
+if ! is_complete; then
+  require
+  work=$(mktemp -d "$target/work.XXXXXX")
+  trap 'rm -rf "$work"' EXIT
+  echo "building an API server for custom resources in $target; this takes minutes, once" >&2
+  # In the background, for in a condition `set -e` would not hold.
+  build "$work" >"$target/build.log" 2>&1 &
+  if ! wait $!; then
+    echo "the build failed; the end of $target/build.log:" >&2
+    tail -n 30 "$target/build.log" >&2
+    exit 1
+  fi
+  mkdir -p "$target/bin"
+  mv -f "$work"/bin/* "$target/bin/"
+  mv -f "$work/version" "$target/"
+fi
+is_complete || { echo "binaries are missing in $target/bin after the build" >&2; exit 1; }
+echo "$target/bin"
