@@ -125,7 +125,9 @@ class ChildReconciler:
         if token is not None and pair is not None:
             metadata = compute["metadata"]
             name = server_name(metadata["name"], metadata["namespace"])
-            status.access = ProbeCredentials(token, pair.get("ca.crt", ""), name, status.former_token)
+            status.access = ProbeCredentials(
+                token, pair.get("ca.crt", ""), name, status.former_token, metadata["namespace"]
+            )
         if status.blocking is None and not status.refusals:
             self._known[uid] = (mark, time.monotonic() + self._options.resync_seconds, status)
         else:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from skyproxy_operator import status as state
@@ -31,7 +32,8 @@ from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
-from skyproxy_operator.probing import ENDING, TOKEN_REFUSED, ProbeCredentials, Prober
+from skyproxy_operator.probing import ENDING, ProbeCredentials, Prober
+from skyproxy_operator.questions import Questions, should_answer, silence_cause
 from skyproxy_operator.queueing import KUEUE_GROUP, QUEUE_LABEL, WORKLOAD, is_gated
 from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds
 from skyproxy_operator.runtimes import Resolution, change_message, resolve
@@ -120,6 +122,7 @@ class Controller:
         self._cluster = cluster
         self._view = view
         self._prober = prober
+        self._questions = Questions(prober)
         self._options = options
         self._clock = clock
         self._children = ChildReconciler(cluster, view, options)
@@ -141,6 +144,7 @@ class Controller:
         finally:
             self._running = False
             self.queue.close()
+            await self._questions.close()
 
     def touch(self, key: Key, *, children: bool = False, routine: bool = False) -> None:
         """Look at a Compute soon: something happened to it or to a pod of it. Nothing, as long as this does not run.
@@ -216,6 +220,7 @@ class Controller:
             memory = self._memories.pop(key, None)
             if memory is not None:
                 self._children.forget(memory.uid)
+                self._questions.forget(memory.uid)
             self.queue.forget(key)
             self._new_since.pop(key, None)
             return None
@@ -282,8 +287,8 @@ class Controller:
         if children.access is not None:
             memory.ending = (children.access, spec.ports) if spec.keeps_sessions else None
         reports = await self._reports(observed, spec, children, memory)
-        if memory.unanswered >= _SILENT_PROBES and _should_answer(spec, compute):
-            refusals.append(_silence_cause(spec, memory.silence))
+        if memory.unanswered >= _SILENT_PROBES and should_answer(spec, compute):
+            refusals.append(silence_cause(spec, memory.silence))
         events = await self._events(observed, memory)
         workload = await self._workload(observed, memory)
         observed = ObservedState(compute, observed.pods, self._clock(), reports, events, tuple(refusals), workload)
@@ -333,7 +338,10 @@ class Controller:
         if not ready or children.access is None or spec.suspend or time.monotonic() < memory.probe_at:
             return []
         addresses = [(ready.get(node, ""), port) for node in range(spec.nodes) for port in spec.ports]
-        reports = await self._prober.ask(addresses, children.access)
+        uid, answered = observed.compute["metadata"]["uid"], partial(self.touch, _key(observed.compute), routine=True)
+        reports = await self._questions.ask(uid, addresses, children.access, answered)
+        if reports is None:
+            return []
         # What somebody has to act on comes first.
         problems = sorted((report for report in reports if report.problem), key=lambda report: not report.reason)
         if len(ready) == spec.nodes:
@@ -341,7 +349,7 @@ class Controller:
             memory.silence = problems[0] if problems else Report()
         if problems and problems[0].reason:
             # Its Secrets were replaced, it seems: they are read again at the next look.
-            self._children.forget(observed.compute["metadata"]["uid"])
+            self._children.forget(uid)
         started = state.moment((observed.compute.get("status") or {}).get("startTime"))
         pause = next_check_seconds(spec, started, reports, self._clock(), self._options)
         # A little early, because the look that is planned for then must not find that it is not time yet.
@@ -426,29 +434,6 @@ class Controller:
             if memory.phase:
                 counts[memory.phase] = counts.get(memory.phase, 0.0) + 1
         return counts
-
-
-def _should_answer(spec: ComputeSpec, compute: Object) -> bool:
-    """Return whether a worker that cannot be asked is worth a word: a command of the user's own need not be one of
-    ours.
-    """
-    ever_did = "worker" in (compute.get("status") or {})
-    looks = spec.idle_timeout_seconds is not None or spec.suspend_after_seconds is not None
-    return not spec.command or ever_did or looks
-
-
-def _silence_cause(spec: ComputeSpec, silence: Report) -> Cause:
-    """Return why a worker that takes sessions does not tell what it does."""
-    text = f"A worker does not report whether it is idle: {silence.problem}."
-    if silence.reason == TOKEN_REFUSED:
-        text += " It does not accept the token of its Secret."
-    if silence.reason:
-        text += " A replaced Secret reaches it within two minutes; after that, see its log."
-    if spec.idle_timeout_seconds is not None:
-        text += " idleTimeout has no effect meanwhile."
-    if spec.suspend_after_seconds is not None:
-        text += " suspendAfter has no effect meanwhile."
-    return Cause(silence.reason or "ActivityUnknown", text, actionable=True)
 
 
 def _is_unjudged(compute: Object | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 from aiohttp import web
@@ -21,7 +22,7 @@ class HttpServer:
         """Make a server that does not listen yet.
 
         Args:
-            host: the address to listen on.
+            host: the address to listen on; `*` for all of whichever family there is.
             port: the port, 0 for a free one.
             alive: whether the operator works; if not, it should be started again.
             ready: whether it has seen the cluster.
@@ -41,7 +42,8 @@ class HttpServer:
         application.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(application, handle_signals=False, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._wanted_port).start()
+        for listening in listen(self._host, self._wanted_port):
+            await web.SockSite(self._runner, listening).start()
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
@@ -59,3 +61,29 @@ class HttpServer:
     async def _metrics(self, request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(METRICS.registry), headers={"Content-Type": content_type})
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen on an address, at least one, all on the same port.
+
+    Args:
+        host: the address; `*` for all addresses of IPv4 and of IPv6, as far as the machine has them.
+        port: the port, 0 for a free one.
+
+    Raises:
+        OSError: nobody can listen there.
+    """
+    everywhere = [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
+    own = [(socket.AF_INET6 if ":" in host else socket.AF_INET, host)]
+    found: list[socket.socket] = []
+    problem: OSError | None = None
+    for family, address in everywhere if host == "*" else own:
+        try:
+            # Each family by itself: one that the kernel lacks must not take the other with it.
+            found.append(socket.create_server((address, port), family=family, reuse_port=False))
+            port = found[0].getsockname()[1]
+        except OSError as exc:
+            problem = exc
+    if not found and problem is not None:
+        raise problem
+    return found

@@ -69,9 +69,10 @@ class Options:
     for the one before it has ended. Without it, every process is another operator."""
     lease_seconds: float = 15.0
     """A leader that has not renewed its Lease for this long is none any more."""
-    http_host: str = "0.0.0.0"
+    http_host: str = "*"
+    """The address that serves /healthz, /readyz and /metrics; `*` is all, of IPv4 and of IPv6, and empty is none."""
     http_port: int = 8080
-    """Serves /healthz, /readyz and /metrics; 0 takes a free port, and an empty host serves nothing."""
+    """Its port; 0 takes a free one."""
 
 
 def load(environ: Mapping[str, str] | None = None) -> Options:

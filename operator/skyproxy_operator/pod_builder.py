@@ -247,7 +247,8 @@ def _default_image(spec: ComputeSpec, options: Options) -> str:
 def _command(spec: ComputeSpec) -> dict[str, list[str]]:
     if spec.command:
         return {"command": list(spec.command)} | ({"args": list(spec.args)} if spec.args else {})
-    arguments = ["--host", "0.0.0.0", "--port", str(spec.port)]
+    # All addresses of whichever family the Pod has: 0.0.0.0 is none in a cluster with IPv6 alone.
+    arguments = ["--host", "", "--port", str(spec.port)]
     if spec.procs_per_node > 1:
         arguments += ["--processes", str(spec.procs_per_node)]
     arguments += ["--token-file", f"{TOKEN_FOLDER}/token"]

@@ -11,11 +11,13 @@ from typing import Any
 
 import aiohttp
 
+from skyproxy_operator.fair_turns import FairTurns
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.reaping import Report
 
 _MAX_ANSWER_BYTES = 64 << 10
-_AT_ONCE = 32
+_AT_ONCE = 64
+"""Workers that are asked at the same time; half of them may be of one namespace."""
 ENDING = "/ending"
 TOKEN_REFUSED = "TokenRefused"
 CERTIFICATE_REFUSED = "CertificateRefused"
@@ -31,12 +33,14 @@ class ProbeCredentials:
         authority: the certificate (PEM) to trust.
         server_name: what their certificate vouches for.
         former: the token before it, which a worker accepts until the new one has got there; empty where there is none.
+        namespace: theirs; namespaces take turns at being asked.
     """
 
     token: str = field(repr=False)
     authority: str = field(repr=False)
     server_name: str
     former: str = field(default="", repr=False)
+    namespace: str = ""
 
 
 class Prober:
@@ -45,7 +49,7 @@ class Prober:
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None
-        self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._turns = FairTurns(_AT_ONCE)
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -92,7 +96,7 @@ class Prober:
                 auto_decompress=False,
             )
         try:
-            async with self._turn, asyncio.timeout(self._timeout_seconds):
+            async with self._turns.turn(access.namespace), asyncio.timeout(self._timeout_seconds):
                 async with self._session.get(
                     where,
                     headers={"Authorization": f"Bearer {token}"},

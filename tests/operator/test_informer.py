@@ -281,3 +281,88 @@ def test_runtimes_are_those_of_one_namespace_and_no_other_config_maps() -> None:
     assert view.runtimes() == {"a100": "spec: {}", "b": ""}
     assert told == ["Runtime", "Runtime"]
     assert view_of(Api([], []), ["lab"], lambda *_: None).runtimes() == {}  # type: ignore[arg-type]
+
+
+# --- a server that sends no bookmarks ---------------------------------------------------------------------------------
+
+HOURS = 6
+REMEMBERED_SECONDS = 300
+"""etcd is compacted that often by Kubernetes; what was before, no watch can begin with."""
+CHANGES = {
+    60.0: ("ADDED", "a"),
+    2_000.3: ("ADDED", "b"),
+    # Nothing for two hours, and then while an old watch has just ended.
+    9_200.1: ("DELETED", "a"),
+    9_200.2: ("ADDED", "c"),
+    21_000.0: ("DELETED", "b"),
+}
+
+
+class Silent:
+    """An API server whose version grows by everybody's writes, and whose watches tell of our kind alone."""
+
+    def __init__(self) -> None:
+        self.lists = 0
+        self.refused = 0
+        self.wrote: Callable[[Object], None] = lambda _: None
+
+    @staticmethod
+    def version(when: float) -> int:
+        return 1_000 + int(when * 10)
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def list_version(self, *_: Any) -> tuple[list[Object], int]:
+        self.lists += 1
+        there: dict[str, Object] = {}
+        for when, (kind, name) in CHANGES.items():
+            if when <= self.now():
+                there[name] = pod(name, self.version(when))
+                if kind == "DELETED":
+                    del there[name]
+        return list(there.values()), self.version(self.now())
+
+    async def watch(self, *place: Any, silence_seconds: float, opened: Any) -> AsyncGenerator[Object, None]:
+        since = int(place[-1]["resourceVersion"])
+        if since < self.version(self.now() - REMEMBERED_SECONDS):
+            self.refused += 1
+            raise ApiError("watch of Pod", 410, "Expired", "too old resource version")
+        opened()
+        for when, (kind, name) in CHANGES.items():
+            if self.version(when) <= since:
+                continue
+            if when - self.now() > silence_seconds:
+                break
+            await asyncio.sleep(max(when - self.now(), 0.0))
+            yield event(kind, pod(name, self.version(when)))
+        await asyncio.sleep(silence_seconds)
+
+
+def test_hours_without_a_bookmark_lose_nothing_and_cost_a_list_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Silent()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(module.time, "monotonic", loop.time)
+        seen: dict[tuple[str, str], float] = {}
+        store = ObjectStore(
+            compute_of, lambda kind, item, _: seen.setdefault((kind, item["metadata"]["name"]), loop.time()) and None
+        )
+        informer = Informer(server, store, "v1", "Pod")  # type: ignore[arg-type]
+        work = asyncio.create_task(informer.run())
+        stale = 0.0
+        while loop.time() < HOURS * 3600:
+            await asyncio.sleep(1.0)
+            stale = max(stale, informer.stale_seconds())
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        late = {change: seen[change] - when for when, change in CHANGES.items()}
+        assert max(late.values()) <= 1.0
+        assert names(store.group("lab", "dev")) == ["c"]
+        # Looks fail where it is more than 20 s.
+        assert stale <= 1.0
+
+    run_virtually(main())
+    assert server.refused > 10
+    assert server.lists <= HOURS * 3600 / REMEMBERED_SECONDS + 1

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
+import socket
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from skyproxy_operator.http_server import HttpServer
+from skyproxy_operator.http_server import HttpServer, listen
 from skyproxy_operator.metrics import Metrics
 
 
@@ -36,6 +40,45 @@ def test_every_metric_is_in_the_documentation() -> None:
     own = {family.name for family in Metrics().registry.collect() if family.name.startswith("skyproxy_operator_")}
     counters = {family.name for family in Metrics().registry.collect() if family.type == "counter"}
     assert listed == {f"{name}_total" if name in counters else name for name in own}
+
+
+@pytest.mark.parametrize("lacking", [None, socket.AF_INET, socket.AF_INET6])
+def test_health_is_served_to_whichever_family_of_addresses_there_is(
+    lacking: socket.AddressFamily | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = socket.create_server
+
+    def create_server(address: Any, *, family: Any, **more: Any) -> socket.socket:
+        if family == lacking:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return create(address, family=family, **more)
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+
+    async def main() -> None:
+        server = HttpServer("*", 0, lambda: True, lambda: True)
+        await server.start()
+        reached = set()
+        async with aiohttp.ClientSession() as session:
+            for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "[::1]")):
+                try:
+                    async with session.get(f"http://{host}:{server.port}/healthz") as response:
+                        assert response.status == 200
+                        reached.add(family)
+                except aiohttp.ClientConnectorError:
+                    continue
+        await server.close()
+        assert reached == {socket.AF_INET, socket.AF_INET6} - {lacking}
+
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    asyncio.run(main())
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    (taken,) = listen("127.0.0.1", 0)
+    with taken, pytest.raises(OSError, match="in use"):
+        listen("127.0.0.1", taken.getsockname()[1])
 
 
 def test_health_and_metrics_are_served() -> None:

@@ -50,7 +50,7 @@ def test_the_worker_understands_its_arguments() -> None:
     made = container(pod_of(procsPerNode=2, args=["--log-level", "debug"]))
     assert made["command"] == ["python", "-m", "skyproxy_server"]
     arguments = parser().parse_args(made["args"])
-    assert (arguments.host, arguments.port, arguments.processes) == ("0.0.0.0", 8765, 2)
+    assert (arguments.host, arguments.port, arguments.processes) == ("", 8765, 2)
     assert arguments.log_level == "debug"
     mounts = {mount["mountPath"] for mount in made["volumeMounts"]}
     assert {str(arguments.token_file.parent), str(arguments.tls_cert.parent), str(arguments.tls_key.parent)} <= mounts

@@ -17,9 +17,11 @@ import pytest
 
 from skyproxy.settings import Settings
 from skyproxy_operator.certificates import issue
+from skyproxy_operator.pod_builder import build_pod
 from skyproxy_operator.probing import ENDING, ProbeCredentials, Prober, report_of
 from skyproxy_operator.reaping import Report
 from skyproxy_server.listener import Listener, serve
+from tests.operator.makers import OPTIONS, make_compute, spec_of
 
 TOKEN = "the-token-of-this-compute"
 OTHER = "the-token-of-another-compute"
@@ -64,6 +66,23 @@ def test_a_worker_answers_those_who_have_its_token_and_trust_its_authority(worke
     assert report.idle_seconds == 12.5
     assert report.answer is not None
     assert report.answer["software"] == {"torch": "2"}
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_pods_worker_is_asked_at_whichever_family_of_addresses_it_has(tmp_path: Path) -> None:
+    compute = make_compute()
+    (container,) = build_pod(compute, spec_of(compute), 0, 0, OPTIONS)["spec"]["containers"]  # type: ignore[index]
+    host = container["args"][container["args"].index("--host") + 1]
+    (tmp_path / "crt").write_text(PAIR.certificate)
+    (tmp_path / "key").write_text(PAIR.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "crt", tmp_path / "key")
+    listener = serve(host, 0, TOKEN, Host(), context, settings=Settings(close_timeout_seconds=0.3))  # type: ignore[arg-type]
+    try:
+        reports = ask([("127.0.0.1", listener.port), ("::1", listener.port)])
+        assert [report.idle_seconds for report in reports] == [12.5, 12.5]
+    finally:
+        listener.close()
 
 
 def test_a_worker_is_told_that_it_is_ended_for_good(tmp_path: Path) -> None:
