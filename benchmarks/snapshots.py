@@ -1,10 +1,11 @@
 """Snapshots of a session, against writing the same bytes to the same disk.
 
-    python benchmarks/snapshots.py [--mebibytes 512] [--folder DIR] [--rounds 5]
+    python benchmarks/snapshots.py [--mebibytes 512] [--folder DIR] [--rounds 5] [--hash sha256]
 
 Each round writes, in turn: the bytes of the session's tensors with plain writes and an fsync; a first snapshot, of
 which all is new; and a second one, before which a hundredth of the tensors has changed. It prints medians, and the
-ratio of the first two, which should be at least 0.6. It then loads the snapshot, and compares.
+ratio of the first two, which should be at least 0.6. It then loads the snapshot, and compares. Pieces get their names
+by the fastest hash that is installed, unless one is given.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from skyproxy.protocol.messages import Message
 from skyproxy.settings import SETTINGS
+from skyproxy.snapshots import hashes
 from skyproxy.torch_codec import byte_view
 from skyproxy_server.executor import Executor
 from skyproxy_server.snapshots.requests import SessionSnapshots
@@ -56,13 +58,13 @@ def plain_seconds(tensors: list[torch.Tensor], folder: Path) -> float:
     return seconds
 
 
-def snapshot_seconds(executor: Executor, name: str) -> tuple[float, float, dict[str, object]]:
+def snapshot_seconds(executor: Executor, name: str, hash_name: str) -> tuple[float, float, dict[str, object]]:
     """The time until the session goes on, until the snapshot outlives a crash, and what is said of it."""
     snapshots = executor.state.snapshots
     assert isinstance(snapshots, SessionSnapshots)
     found: list[object] = []
     begin = time.perf_counter()
-    answer = snapshots.save(executor.state, name)
+    answer = snapshots.save(executor.state, name, wish=hash_name)
     goes_on = time.perf_counter() - begin
     snapshots.finish_writing()
     seconds = time.perf_counter() - begin
@@ -80,7 +82,9 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default a temporary one")
+    parser.add_argument("--hash", choices=(hashes.SHA256, hashes.BLAKE3), default=hashes.fastest())
     arguments = parser.parse_args()
+    hashes.piece_hash(arguments.hash)  # or say that it is not here
     with tempfile.TemporaryDirectory(dir=arguments.folder) as text:
         folder = Path(text)
         executor = session(folder)
@@ -93,14 +97,14 @@ def main() -> None:
             for tensor in tensors:
                 tensor.uniform_()
             plain = plain_seconds(tensors, folder)
-            goes_on, first, whole = snapshot_seconds(executor, name)
+            goes_on, first, whole = snapshot_seconds(executor, name, arguments.hash)
             tensors[0].uniform_()
-            _, second, part = snapshot_seconds(executor, name)
+            _, second, part = snapshot_seconds(executor, name, arguments.hash)
             rows.append((plain, goes_on, first, second, int(str(part["written_bytes"])) / int(str(whole["bytes"]))))
             if number + 1 < arguments.rounds:
                 executor.state.snapshots.delete(name, "")  # type: ignore[union-attr]
         plain, goes_on, first, second, written = (statistics.median(column) for column in zip(*rows, strict=True))
-        print(f"{arguments.mebibytes} MiB, median of {arguments.rounds}")
+        print(f"{arguments.mebibytes} MiB, median of {arguments.rounds}; pieces named by {arguments.hash}")
         print(f"  plain writes and fsync        {plain:7.3f} s")
         print(f"  first snapshot                {first:7.3f} s, {plain / first:.2f} of their bandwidth")
         print(f"    the session waits           {goes_on:7.3f} s of it")

@@ -45,8 +45,8 @@ class SnapshotsOut(Protocol):
 class SnapshotsIn(Protocol):
     """Snapshots that a client copies to this place."""
 
-    def begin(self, name: str, piece_count: int) -> None:
-        """Begin one."""
+    def begin(self, name: str, piece_count: int, hash_name: str) -> None:
+        """Begin one, whose pieces have their names by a hash."""
 
     def piece(self, content: bytes) -> bytes:
         """Take a piece; return its hash."""
@@ -68,7 +68,7 @@ class SnapshotRequests(Protocol):
     @property
     def copies_in(self) -> SnapshotsIn: ...
 
-    def save(self, state: SessionState, name: str, slots: list[int] | None, names: bytes) -> object:
+    def save(self, state: SessionState, name: str, slots: list[int] | None, names: bytes, wish: str) -> object:
         """Write what the session is now; what the client is told of it, or a `Deferred` that will tell it."""
 
     def load(self, state: SessionState, name: str, number: str) -> dict[str, object]:

@@ -14,6 +14,7 @@ import torch
 from skyproxy.protocol.messages import Hello, Welcome
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS, Settings
+from skyproxy.snapshots import hashes
 from skyproxy.snapshots.stores import open_store
 from skyproxy.torch_versions import software
 from skyproxy.transport.base import Transport
@@ -443,6 +444,7 @@ class WorkerHost:
             limits["isolates"] = 1
         if self._snapshots is not None:
             limits["snapshots"] = 1
+            limits["blake3"] = int(hashes.fastest() == hashes.BLAKE3)
         if self._blobs is not None:
             limits.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
         if session.lasting is not None:

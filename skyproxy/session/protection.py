@@ -23,6 +23,7 @@ from skyproxy.session.restoring import NewSession, ReplayProgress, WorkerEndedEr
 from skyproxy.session.suspension import Suspension
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.session.worker_warnings import ToldWarnings
+from skyproxy.snapshots.hashes import BLAKE3, SHA256
 from skyproxy.transport.base import Transport
 
 logger = logging.getLogger("skyproxy.session")
@@ -83,6 +84,7 @@ class Protection:
         is_passing: whether it ends when the session has a worker again, for only a suspension needs it.
         suspension: whether the session is without a worker now, and needs none.
         told: the warnings that the program has heard of.
+        hash_wish: the hash by which snapshots name their pieces, where the worker has it.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Protection:
         self.on_recovered: Callable[[Welcome], object] = lambda welcome: None
         self.cut_bulk: Callable[[int], object] = lambda recoveries: None
         self.cut_operations: Callable[[int], object] = lambda recoveries: None
-        self.name = name
+        self.name, self.hash_wish = name, BLAKE3
         self._recorder = recorder
         self._waiters = waiters
         self._open_anew = open_anew
@@ -249,7 +251,9 @@ class Protection:
         self.log.begin(sequence)
         self._steps, self._wanted, self._last_begun = 0, False, time.monotonic()
         self._pending = self._asked = snapshot
-        return Batch(sequence, [commands.CALL, snapshot.request, "save_snapshot", [self.name]])
+        return Batch(
+            sequence, [commands.CALL, snapshot.request, "save_snapshot", [self.name, None, b"", self.hash_wish]]
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """Take a snapshot, and wait until it is durable.
@@ -325,6 +329,7 @@ class Protection:
         self._moved = moved = Waiter()
         self._on_moved = on_moved
         self.is_moving = True
+        self.hash_wish = BLAKE3 if opened.welcome.limits.get("blake3") else SHA256  # what that worker can read
         try:
             taken = self.snapshot()
             bring(self.name, str(taken["snapshot"]), int(taken["sequence"]))
@@ -339,7 +344,7 @@ class Protection:
             self.cut_operations(sys.maxsize)
             moved.wait()
         finally:
-            self.is_moving = False
+            self.is_moving, self.hash_wish = False, BLAKE3
             self._prepared = None
 
     def note_part(self) -> None:

@@ -1,7 +1,7 @@
 """Snapshots that are copied between workers' volumes and this machine, beside the session that they are of.
 
 Bytes travel on a session of their own, so what the program does meanwhile neither waits behind them nor has to be
-logged with them. Nothing that a worker sends is believed: each piece is held against its hash.
+logged with them. Nothing that a worker sends is believed: each piece is held against its hash, here or where it goes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from skyproxy.snapshots.documents import (
     whole_number,
 )
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Opened, SnapshotFolder
-from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, piece_digest, pieces_of
+from skyproxy.snapshots.hashes import SHA256, PieceHash, piece_check
+from skyproxy.snapshots.headers import hash_of
+from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_of
 from skyproxy.transport.base import recv_before
 
 _ON_THE_WAY = 8
@@ -47,12 +49,14 @@ class SnapshotCopy(NamedTuple):
     Attributes:
         document, contents, names: see `SnapshotFolder`; nothing in them is believed.
         pieces: gives those of some hashes, in order.
+        hash_name: the hash that names them.
     """
 
     document: Table
     contents: list[list[bytes]]
     names: bytes
     pieces: Callable[[list[bytes]], Iterator[bytes]]
+    hash_name: str = SHA256
 
     def digests(self) -> list[bytes]:
         """The hashes of its pieces, each once."""
@@ -68,7 +72,8 @@ def _copy_of(header: Table, pieces: Callable[[list[bytes]], Iterator[bytes]]) ->
     sizes = _sizes(document)
     if [len(content) for content in contents] != [len(pieces_of(size)) for size in sizes]:
         raise refuse("its storages have other pieces than they should")
-    return SnapshotCopy(document, contents, data(header.get("names", b""), "its names", MAX_NAMES_BYTES), pieces)
+    names = data(header.get("names", b""), "its names", MAX_NAMES_BYTES)
+    return SnapshotCopy(document, contents, names, pieces, hash_of(header))
 
 
 def _sizes(document: Table) -> list[int]:
@@ -114,7 +119,7 @@ def write_to_folder(copy: SnapshotCopy, folder: SnapshotFolder, names: bytes) ->
     folder.claim()
     digests = copy.digests()
     with ThreadPoolExecutor(_WRITERS, "skyproxy-copy") as threads:
-        draft = folder.begin(len(digests), threads)
+        draft = folder.begin(len(digests), threads, copy.hash_name)
         try:
             missing = [digest for digest in digests if not draft.knows(digest)]
             # Batch by batch, so that no more is in memory than a few pieces.
@@ -213,11 +218,14 @@ class WorkerCopies:
                 raise ProtocolError(f"the worker sent no part of a snapshot: {error!r:.100}") from error
             if len(content) >= total or not part:
                 break
-        return _copy_of(unpack(bytes(content)), self._pieces)
+        header = unpack(bytes(content))
+        digest_of = piece_check(hash_of(header))
+        return _copy_of(header, lambda digests: self._pieces(digests, digest_of))
 
-    def _pieces(self, digests: list[bytes]) -> Iterator[bytes]:
+    def _pieces(self, digests: list[bytes], digest_of: PieceHash | None) -> Iterator[bytes]:
         for digest, piece in zip(digests, self._ask_each("read_snapshot_piece", digests), strict=True):
-            if type(piece) is not bytes or len(piece) > PIECE_BYTES or piece_digest(piece) != digest:
+            is_piece = type(piece) is bytes and len(piece) <= PIECE_BYTES
+            if not is_piece or (digest_of is not None and digest_of(piece) != digest):
                 raise refuse("the bytes of a tensor are not those that were written")
             yield piece
 
@@ -229,7 +237,7 @@ class WorkerCopies:
             SessionLostError: the worker is gone.
         """
         digests = copy.digests()
-        self._ask("begin_snapshot", name, len(digests))
+        self._ask("begin_snapshot", name, len(digests), copy.hash_name)
         for digest, seen in zip(digests, self._ask_each("write_snapshot_piece", copy.pieces(digests)), strict=True):
             if seen != digest:
                 raise refuse("the bytes of a tensor are not those that were written")

@@ -23,25 +23,27 @@ from skyproxy.snapshots.documents import (
     Table,
     data,
     entry,
-    flag,
     pack,
     real,
     refuse,
     rows,
     table,
-    text,
     unpack,
     whole_number,
 )
-from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, PackReader, PackWriter, piece_digest, pieces_of
+from skyproxy.snapshots.hashes import SHA256, piece_hash
+from skyproxy.snapshots.headers import PACK_NAME, hash_of, places_of, session_of
+from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, PackReader, PackWriter, pieces_of
 from skyproxy.snapshots.stores import FileStore, LocalStore
 from skyproxy.torch_codec import byte_view
 
 MAGIC = b"skyproxy snapshot 1\n"
+_MAGIC_2 = b"skyproxy snapshot 2\n"
+"""Of those whose pieces have names by another hash than SHA-256."""
+_ANY_MAGIC = re.compile(rb"skyproxy snapshot \d{1,9}\n")
 KEPT_SNAPSHOTS = 2
 _WRITER = "writer"
 _HEADER_NAME = re.compile(r"snapshot-(\d{8})\.msgpack")
-_PACK_NAME = re.compile(r"pack-[0-9a-f]{16}\.safetensors")
 _SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MAX_NAMES_BYTES = 1 << 28
 _LIVE_PART = 0.5
@@ -65,10 +67,11 @@ def check_name(name: object) -> str:
 class Draft:
     """A snapshot that is being written."""
 
-    def __init__(self, folder: SnapshotFolder, piece_count: int, hashing: Executor) -> None:
+    def __init__(self, folder: SnapshotFolder, piece_count: int, hashing: Executor, hash_name: str = SHA256) -> None:
         self._folder = folder
         self._hashing = hashing
-        self._known = folder.known_pieces()
+        self._hash_name, self._digest_of = hash_name, piece_hash(hash_name)
+        self._known = folder.known_pieces(hash_name)
         self._pack = PackWriter(folder.store, f"pack-{secrets.token_hex(8)}.safetensors", piece_count)
         self._used: dict[bytes, str] = {}
 
@@ -83,7 +86,7 @@ class Draft:
 
     def put_piece(self, piece: memoryview) -> bytes:
         """Write one piece, if it is not there yet. For any thread."""
-        digest = piece_digest(piece)
+        digest = self._digest_of(piece)
         known = self._known.get(digest)
         if known is None:
             self._pack.put(digest, piece)
@@ -134,8 +137,9 @@ class Draft:
             "bytes": total_bytes,
             "made_at": time.time(),
             "names": names,
+            "hash": self._hash_name,
         }
-        made = self._folder.add(pack(header))
+        made = self._folder.add(pack(header), self._hash_name)
         if clears:
             self._folder.clear_away()
         return made
@@ -185,25 +189,27 @@ class SnapshotFolder:
                 "kept. Use another name"
             )
 
-    def begin(self, piece_count: int, hashing: Executor) -> Draft:
-        """Begin a snapshot of up to so many pieces.
+    def begin(self, piece_count: int, hashing: Executor, hash_name: str = SHA256) -> Draft:
+        """Begin a snapshot of up to so many pieces, which get their names by a hash.
 
         Raises:
             OSError: the folder cannot be written.
-            SnapshotError: another session writes under this name.
+            SnapshotError: another session writes under this name, or the hash is not here.
         """
         self._check_claim()
-        return Draft(self, piece_count, hashing)
+        return Draft(self, piece_count, hashing, hash_name)
 
-    def known_pieces(self) -> dict[bytes, str]:
+    def known_pieces(self, hash_name: str = SHA256) -> dict[bytes, str]:
         """The pieces that need not be written again, each with its pack."""
         numbers = self.numbers()
         if not numbers:
             return {}
         try:
             header = self._header(numbers[0])
+            if hash_of(header) != hash_name:
+                return {}
             used: dict[str, list[bytes]] = {}
-            for digest, name in _places(header).items():
+            for digest, name in places_of(header).items():
                 used.setdefault(name, []).append(digest)
             known = {}
             for name, digests in used.items():
@@ -219,12 +225,13 @@ class SnapshotFolder:
         except (OSError, SnapshotError):
             return {}  # it is not what we wrote; everything is written again
 
-    def add(self, body: bytes) -> str:
+    def add(self, body: bytes, hash_name: str = SHA256) -> str:
         """Make a snapshot of a header, as the newest; return its name."""
+        magic = MAGIC if hash_name == SHA256 else _MAGIC_2
         self.store.settle()
         self._check_claim()
         number = (self.numbers() or [0])[0] + 1
-        self.store.write(_header_name(number), MAGIC + hashlib.sha256(body).digest() + body)
+        self.store.write(_header_name(number), magic + hashlib.sha256(body).digest() + body)
         return str(number)
 
     def clear_away(self) -> None:
@@ -235,11 +242,11 @@ class SnapshotFolder:
         needed: set[str] = set()
         try:
             for number in numbers[:KEPT_SNAPSHOTS]:
-                needed |= set(_places(self._header(number)).values())
+                needed |= set(places_of(self._header(number)).values())
         except (OSError, SnapshotError):
             return  # what it needs is not known
         for name in self._files():
-            if (_PACK_NAME.fullmatch(name) and name not in needed) or name.endswith(".draft"):
+            if (PACK_NAME.fullmatch(name) and name not in needed) or name.endswith(".draft"):
                 with contextlib.suppress(OSError):
                     self.store.remove(name)
 
@@ -276,7 +283,7 @@ class SnapshotFolder:
             "sequence": whole_number(entry(document, "sequence"), "its batch"),
             "bytes": whole_number(entry(header, "bytes"), "its size"),
             "seconds": max(time.time() - real(entry(header, "made_at"), "when it was made"), 0.0),
-            **_session_of(document),
+            **session_of(document),
         }
 
     def read(self, name: str, hashing: Executor, room_bytes: Callable[[], int | None]) -> Loaded:
@@ -328,11 +335,11 @@ class SnapshotFolder:
         number = self.find(name)
         try:
             header = self._header(number)
-            places = _places(header)
+            places, digest_of = places_of(header), piece_hash(hash_of(header))
             readers: dict[str, PackReader] = {}
             try:
                 for pack_name in set(places.values()):
-                    readers[pack_name] = PackReader(self.store, pack_name)
+                    readers[pack_name] = PackReader(self.store, pack_name, digest_of)
             except BaseException:
                 for reader in readers.values():
                     reader.close()
@@ -355,7 +362,11 @@ class SnapshotFolder:
     def _header(self, number: int) -> Table:
         content = self.store.read(_header_name(number))
         start = len(MAGIC) + DIGEST_BYTES
-        if not content.startswith(MAGIC) or len(content) < start:
+        if not content.startswith((MAGIC, _MAGIC_2)) and _ANY_MAGIC.match(content):
+            raise SnapshotError(
+                "this snapshot is of a newer format than is known here. Nothing was changed; a newer skyproxy reads it"
+            )
+        if not content.startswith((MAGIC, _MAGIC_2)) or len(content) < start:
             raise refuse("its header is cut short, or none of ours")
         body = content[start:]
         if hashlib.sha256(body).digest() != content[len(MAGIC) : start]:
@@ -373,11 +384,11 @@ class SnapshotFolder:
                 f"this snapshot holds {sum(sizes):,} bytes, and this worker has {room:,} left. It is untouched; "
                 "load it on a worker with more memory"
             )
-        places = _places(header)
+        places, digest_of = places_of(header), piece_hash(hash_of(header))
         readers: dict[str, PackReader] = {}
         try:
             for name in set(places.values()):
-                readers[name] = PackReader(self.store, name)
+                readers[name] = PackReader(self.store, name, digest_of)
             return [
                 _load_tensor(size, rows(content, "a content"), places, readers, hashing)
                 for size, content in zip(sizes, contents, strict=True)
@@ -385,18 +396,6 @@ class SnapshotFolder:
         finally:
             for reader in readers.values():
                 reader.close()
-
-
-def _session_of(document: Table) -> dict[str, object]:
-    """Return what a snapshot has of a named session, as a part of its row."""
-    if "named" not in document:
-        return {}
-    named = table(document["named"], "its named session")
-    return {
-        "session": text(entry(named, "name"), "the name of a session", 200),
-        "names": len(rows(entry(named, "values"), "its named values")),
-        "held": flag(named.get("held", False), "whether a program uses it"),
-    }
 
 
 def _header_name(number: int) -> str:
@@ -473,17 +472,6 @@ def _load_tensor(
     for _ in hashing.map(fill, spans, content):
         pass
     return tensor
-
-
-def _places(header: Table) -> dict[bytes, str]:
-    """The pack of each piece."""
-    packs = [text(name, "a pack", 64) for name in rows(entry(header, "packs"), "the packs")]
-    if not all(_PACK_NAME.fullmatch(name) for name in packs):
-        raise refuse("it names a file that is none of ours")
-    return {
-        data(digest, "a piece's name", DIGEST_BYTES): packs[whole_number(number, "a pack", len(packs) - 1)]
-        for digest, number in rows(entry(header, "pieces"), "the pieces", 2)
-    }
 
 
 def piece_count(storages: Iterable[torch.Tensor]) -> int:

@@ -5,13 +5,13 @@ No torch here: it moves bytes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Sequence
 
 from skyproxy.snapshots.direct_files import ALIGNMENT, DirectFile
 from skyproxy.snapshots.documents import refuse
+from skyproxy.snapshots.hashes import SHA256, PieceHash, piece_hash
 from skyproxy.snapshots.stores import FileStore, Source
 
 PIECE_BYTES = 4 << 20
@@ -21,11 +21,6 @@ _ENTRY_BYTES = 160
 """More than the header of a pack has for one piece."""
 _MAX_HEADER_BYTES = 100 << 20
 """The bound that the safetensors format itself has."""
-
-
-def piece_digest(piece: memoryview | bytes) -> bytes:
-    """Return the SHA-256 of a piece. Faster than others where the processor has instructions for it, as most have."""
-    return hashlib.sha256(piece).digest()
 
 
 class PackWriter:
@@ -92,13 +87,15 @@ class PackReader:
     Args:
         store: where it lies.
         name: its name there.
+        digest_of: the hash that names its pieces; SHA-256 by default.
 
     Raises:
         OSError: it is not there.
         SnapshotError: it is not a pack.
     """
 
-    def __init__(self, store: FileStore, name: str) -> None:
+    def __init__(self, store: FileStore, name: str, digest_of: PieceHash | None = None) -> None:
+        self._digest_of = digest_of or piece_hash(SHA256)
         self._file = store.open(name)
         try:
             self.size = self._file.size
@@ -136,7 +133,7 @@ class PackReader:
         if end - start != len(target):
             raise refuse("a piece of a tensor is missing")
         _fill(self._file, target, self._start + start)
-        if piece_digest(target) != digest:
+        if self._digest_of(target) != digest:
             raise refuse("the bytes of a tensor are not those that were written")
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from skyproxy.errors import SnapshotError
+from skyproxy.snapshots.hashes import SHA256
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.session_state import SessionState, SnapshotRequests
 
@@ -20,11 +21,13 @@ def _snapshots(session: SessionState) -> SnapshotRequests:
     return session.snapshots
 
 
-def save_snapshot(session: SessionState, name: str, slots: list[int] | None = None, names: bytes = b"") -> object:
+def save_snapshot(
+    session: SessionState, name: str, slots: list[int] | None = None, names: bytes = b"", wish: str = SHA256
+) -> object:
     """Write what the session is after this batch, or only some of its tensors; "snapshot", "sequence", "bytes",
-    "written_bytes".
+    "written_bytes". The client says by which hash the pieces may be named.
     """
-    return _snapshots(session).save(session, name, slots, names)
+    return _snapshots(session).save(session, name, slots, names, wish)
 
 
 def load_snapshot(session: SessionState, name: str, number: str = "") -> dict[str, object]:
@@ -54,10 +57,10 @@ def read_snapshot_piece(session: SessionState, digest: bytes) -> bytes:
         return _snapshots(session).copies_out.piece(digest)
 
 
-def begin_snapshot(session: SessionState, name: str, piece_count: int) -> None:
+def begin_snapshot(session: SessionState, name: str, piece_count: int, hash_name: str = SHA256) -> None:
     """Begin to take a snapshot that a client copies here."""
     with session.idle():  # waiting for the disk computes nothing
-        _snapshots(session).copies_in.begin(name, piece_count)
+        _snapshots(session).copies_in.begin(name, piece_count, hash_name)
 
 
 def write_snapshot_piece(session: SessionState, content: bytes) -> bytes:

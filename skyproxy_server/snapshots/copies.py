@@ -23,11 +23,14 @@ from skyproxy.snapshots.documents import (
     whole_number,
 )
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Draft, Opened, SnapshotFolder
+from skyproxy.snapshots.hashes import SHA256, piece_hash
 from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_of
 from skyproxy_server.snapshots.volume import VolumeThread
 
 _MOST_PIECES = 500_000
 """2 TiB, and a header of a pack that is still below the bound of its format."""
+_COPIED = ("document", "contents", "names", "hash")
+"""What a client is given of a header."""
 Folder = Callable[[str], SnapshotFolder]
 
 
@@ -69,7 +72,7 @@ class CopiesOut:
             self._opened = self._folder(name).open(number)
             self._key = name, number
             header = self._opened.header
-            self._header = pack({key: header[key] for key in ("document", "contents", "names") if key in header})
+            self._header = pack({key: header[key] for key in _COPIED if key in header})
         assert self._opened is not None
         part = self._header[offset : offset + PIECE_BYTES]
         return {"snapshot": self._opened.name, "total_bytes": len(self._header), "part": part}
@@ -116,22 +119,23 @@ class CopiesIn:
         self._name = ""
         self._header = bytearray()
 
-    def begin(self, name: str, piece_count: int) -> None:
-        """Begin one, of up to so many pieces; an unfinished one is dropped.
+    def begin(self, name: str, piece_count: int, hash_name: str = SHA256) -> None:
+        """Begin one, of up to so many pieces, which have their names by a hash; an unfinished one is dropped.
 
         Raises:
-            SnapshotError: it cannot be written, or the volume hangs.
+            SnapshotError: it cannot be written, or the hash is not here, or the volume hangs.
         """
-        self._volume.run("writing a copy of a snapshot", lambda: self._begin(name, piece_count))
+        self._volume.run("writing a copy of a snapshot", lambda: self._begin(name, piece_count, hash_name))
 
-    def _begin(self, name: str, piece_count: int) -> None:
+    def _begin(self, name: str, piece_count: int, hash_name: str) -> None:
         whole_number(piece_count, "the number of pieces", _MOST_PIECES)
+        piece_hash(hash_name)  # before anything is written
         self.end()
         folder = self._folder(name)
         try:
             folder.claim()
             self._claimed.add(name)
-            self._draft, self._name = folder.begin(piece_count, self._hashing), name
+            self._draft, self._name = folder.begin(piece_count, self._hashing, hash_name), name
         except OSError as error:
             raise _unwritable(name, error) from error
 

@@ -13,6 +13,7 @@ from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError
 from skyproxy.settings import Settings
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Loaded, SnapshotFolder, check_name
+from skyproxy.snapshots.hashes import SHA256, chosen
 from skyproxy.snapshots.stores import open_store
 from skyproxy_server.gates import storage_key
 from skyproxy_server.named_sessions import NamedSession
@@ -70,7 +71,9 @@ class SessionSnapshots:
             f"reading the snapshot {name!r}", lambda: folder.read(number, self._threads, lambda: _room(state))
         )
 
-    def save(self, state: SessionState, name: str, slots: list[int] | None = None, names: bytes = b"") -> Deferred:
+    def save(
+        self, state: SessionState, name: str, slots: list[int] | None = None, names: bytes = b"", wish: str = SHA256
+    ) -> Deferred:
         """Write what the session is now. It goes on meanwhile; the answer comes when the snapshot outlives a crash.
 
         Args:
@@ -78,6 +81,7 @@ class SessionSnapshots:
             name: what the snapshot is to be found by.
             slots: the tensors to which it is limited; then other sessions may adopt them.
             names: what the client keeps with it.
+            wish: the hash by which its pieces are to get their names, if it is here.
 
         Raises:
             SnapshotNotNowError: something runs that no snapshot can hold.
@@ -90,7 +94,7 @@ class SessionSnapshots:
         if self._volume.is_stuck or (self._jobs and self._jobs[0].is_stalled(self._stall_seconds)):
             raise hangs(self._stall_seconds)
         captured = capture(state, slots)
-        job = WritingJob(captured, folder, self._claimed, self._buffers, self._threads, names)
+        job = WritingJob(captured, folder, self._claimed, self._buffers, self._threads, names, chosen(wish))
         self._jobs.append(job)
         self._writer_thread.submit(job.write)
         with state.idle():  # waiting for the disk computes nothing

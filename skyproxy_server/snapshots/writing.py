@@ -19,6 +19,7 @@ import torch
 
 from skyproxy.errors import SessionLostError, SnapshotError
 from skyproxy.snapshots.folder import Draft, SnapshotFolder, piece_count
+from skyproxy.snapshots.hashes import SHA256
 from skyproxy.snapshots.packs import PIECE_BYTES, pieces_of
 from skyproxy.torch_codec import byte_view
 from skyproxy_server.reports import Deferred
@@ -107,6 +108,7 @@ class WritingJob:
         buffers: the memory of the copies.
         hashing: hashes and writes pieces.
         names: what the client keeps with it, which nobody reads here.
+        hash_name: the hash by which its pieces get their names.
 
     Attributes:
         answer: what the client is told in the end.
@@ -120,9 +122,11 @@ class WritingJob:
         buffers: CopyBuffers,
         hashing: Executor,
         names: bytes = b"",
+        hash_name: str = SHA256,
     ) -> None:
         self.answer = Deferred()
         self._names = names
+        self._hash_name = hash_name
         self._moved_at = time.monotonic()
         self._done = threading.Event()
         self._answering = threading.Lock()
@@ -186,7 +190,7 @@ class WritingJob:
             if self._folder.name not in self._claimed:
                 self._folder.claim()
                 self._claimed.add(self._folder.name)
-            draft = self._folder.begin(self._piece_count, self._hashing)
+            draft = self._folder.begin(self._piece_count, self._hashing, self._hash_name)
             for copy in copies:
                 on_the_way.append(self._put(draft, copy))
                 # Threads that copy may be waiting for the memory of these.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import sys
@@ -14,8 +15,9 @@ import torch
 
 import skyproxy
 from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.snapshots import hashes
 from tests.integration import protected_programs as programs
-from tests.integration.programs import port_in, start_worker, wait_for, worker
+from tests.integration.programs import ROOT, port_in, start_worker, wait_for, worker
 from tests.integration.protected_programs import Served
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by what /proc says of them")
@@ -233,6 +235,26 @@ def test_a_session_moves_between_workers_that_share_no_folder(
         assert programs.same(expected, programs.digits(node.devices[0], 16, disturb))
         assert node.url == served.url
         assert node.run(sum, [1, 2]) == 3
+
+
+@pytest.mark.parametrize("lacking", ["the other worker", "the program"])
+def test_a_session_moves_also_where_not_all_have_blake3(
+    node: skyproxy.Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    (tmp_path / "blake3.py").write_text("raise ImportError('not here')\n")
+    hidden = {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))} if lacking == "the other worker" else {}
+    if lacking == "the program":
+        monkeypatch.setattr(hashes, "_blake3", lambda: None)
+    with worker(tmp_path, "--snapshots", str(tmp_path / "elsewhere"), **hidden) as (url, token):
+        total = torch.arange(3 << 20, device=node.devices[0])
+        with skyproxy.protect(node=node) as protected:  # a snapshot by the hash that the worker has
+            node.move_to(url, token=token)
+            total += 1
+            assert total[-1].item() == 3 << 20
+            protected.snapshot()
+            formats = {path.read_bytes()[:19] for path in _snapshots_in(tmp_path / "elsewhere")}
+    has_it = not hidden and importlib.util.find_spec("blake3") is not None
+    assert formats == {b"skyproxy snapshot 2" if has_it else b"skyproxy snapshot 1"}
 
 
 def test_a_session_leaves_an_embedded_worker_for_one_elsewhere(served: Served, sky: str) -> None:

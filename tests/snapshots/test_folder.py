@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyproxy.errors import SnapshotError
-from skyproxy.snapshots import documents
+from skyproxy.snapshots import documents, hashes
 from skyproxy.snapshots.folder import KEPT_SNAPSHOTS, MAGIC, SnapshotFolder
+from skyproxy.snapshots.hashes import BLAKE3, SHA256, fastest
 from skyproxy.torch_codec import describe, encode_description
 from skyproxy_server.snapshots.capture import Captured, capture
 from skyproxy_server.snapshots.restore import is_empty, restore
@@ -27,6 +28,8 @@ from tests.server.snapshots.sessions import ADD, ADD_, DO, EMBED, EXPECT, RELEAS
 CPU = ["cpu", None]
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Hundreds of snapshots wait for a disk for minutes."""
+HASHES = sorted({SHA256, fastest()})
+"""Those that are installed here."""
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn]
 
 
@@ -216,6 +219,62 @@ def test_a_header_that_names_other_files_is_refused(snapshot: tuple[Path, Captur
     assert refused(snapshot[0], change)
 
 
+def test_a_header_of_a_newer_format_is_refused_by_that_name(snapshot: tuple[Path, Captured]) -> None:
+    def change(folder: Path) -> None:
+        (file,) = folder.glob("snapshot-*.msgpack")
+        file.write_bytes(file.read_bytes().replace(MAGIC, b"skyproxy snapshot 3\n", 1))
+
+    assert "of a newer format" in refused(snapshot[0], change)
+
+
+def test_a_hash_that_is_not_known_here_is_refused_by_its_name(snapshot: tuple[Path, Captured]) -> None:
+    def change(folder: Path) -> None:
+        (path,) = folder.glob("snapshot-*.msgpack")
+        rewrite(path, lambda header: header.update(hash="md5"))
+
+    assert "'md5'" in refused(snapshot[0], change)
+
+
+@pytest.mark.skipif(BLAKE3 not in HASHES, reason="blake3 is not installed")
+def test_pieces_by_blake3_are_of_format_2_and_refused_where_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session(tmp_path) as session:
+        session.put(s20=torch.rand(10_000), s21=torch.rand(3))
+        plain = session.call("save_snapshot", "s")
+        fast = session.call("save_snapshot", "s", None, b"", BLAKE3)
+        assert fast["written_bytes"] == plain["written_bytes"] == plain["bytes"], "no piece has both names"
+        assert session.call("save_snapshot", "s", None, b"", BLAKE3)["written_bytes"] == 0
+        expected = picture(session)
+    headers = sorted((tmp_path / "token" / "s").glob("snapshot-*.msgpack"))
+    assert all(path.read_bytes().startswith(b"skyproxy snapshot 2\n") for path in headers)
+    with Session(tmp_path, ops=False) as other:
+        assert other.call("load_snapshot", "s")["snapshot"] == "3"
+        assert picture(other) == expected
+    monkeypatch.setattr(hashes, "_blake3", lambda: None)
+    with Session(tmp_path, ops=False) as other:
+        assert "install the package blake3" in other.call("load_snapshot", "s")["message"]
+        assert is_empty(other.state)
+        assert other.call("save_snapshot", "t", None, b"", BLAKE3)["snapshot"] == "1"
+        assert other.call("load_snapshot", "t")["snapshot"] == "1"
+
+
+@pytest.mark.parametrize("hash_name", HASHES)
+def test_a_copy_keeps_the_names_of_its_pieces(tmp_path: Path, hash_name: str) -> None:
+    with Session(tmp_path / "one") as session, Session(tmp_path / "two", ops=False) as other:
+        session.put(s20=torch.rand(10_000), s21=torch.rand(3))
+        session.call("save_snapshot", "s", None, b"", hash_name)
+        header = session.call("read_snapshot", "s", "", 0)["part"]
+        digests = [digest for content in documents.unpack(header)["contents"] for digest in content]
+        assert other.call("begin_snapshot", "s", len(digests), hash_name) is None
+        for digest in digests:
+            assert other.call("write_snapshot_piece", session.call("read_snapshot_piece", digest)) == digest
+        assert other.call("write_snapshot", header, True) == "1"
+        assert other.call("load_snapshot", "s")["snapshot"] == "1"
+        assert picture(other) == picture(session)
+        assert "'md5'" in other.call("begin_snapshot", "s", 1, "md5")["message"]
+
+
 def test_a_pack_that_is_a_link_is_not_followed(snapshot: tuple[Path, Captured], tmp_path: Path) -> None:
     def change(folder: Path) -> None:
         (pack,) = folder.glob("pack-*.safetensors")
@@ -306,9 +365,9 @@ class SnapshotsOfASession(RuleBasedStateMachine):
         if slots:
             self.session.run(RELEASE, [slots[which % len(slots)]])
 
-    @rule()
-    def save(self) -> None:
-        saved = self.session.call("save_snapshot", "s")
+    @rule(hash_name=st.sampled_from(HASHES))
+    def save(self, hash_name: str = SHA256) -> None:
+        saved = self.session.call("save_snapshot", "s", None, b"", hash_name)
         self.kept[saved["snapshot"]] = picture(self.session)
         for number in sorted(self.kept, key=int)[:-KEPT_SNAPSHOTS]:
             del self.kept[number]
@@ -322,7 +381,9 @@ class SnapshotsOfASession(RuleBasedStateMachine):
         assert other.call("load_snapshot", "s", number)["snapshot"] == number
         assert picture(other) == self.kept[number]
         before, self.session = self.session, other
-        self.save()
+        saved = self.session.call("save_snapshot", "s")
+        self.kept = {key: self.kept[key] for key in sorted(self.kept, key=int)[1 - KEPT_SNAPSHOTS :]}
+        self.kept[saved["snapshot"]] = picture(self.session)
         assert "another session writes" in before.call("save_snapshot", "s")["message"]
         before.executor.end()
 
