@@ -1,4 +1,4 @@
-"""What the header of a snapshot says of its pieces and of its named session. Nothing in it is believed."""
+"""Headers of snapshots: what one says of its pieces and of its named session. Nothing in it is believed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from skyproxy_server.snapshots.volume import VolumeThread
 _MOST_PIECES = 500_000
 """2 TiB, and a header of a pack that is still below the bound of its format."""
 _COPIED = ("document", "contents", "names", "hash")
-"""What a client is given of a header."""
+"""Entries of a header that a client is given."""
 Folder = Callable[[str], SnapshotFolder]
 
 
