@@ -17,7 +17,9 @@ import pytest
 import yaml
 
 from skyproxy.kubernetes.manifests import narrowed
+from skyproxy_operator.names import RUNTIME_LABEL
 from skyproxy_operator.options import load
+from skyproxy_operator.runtimes import RUNTIME_KEY, parse
 from tests.manifests.kustomization import MANIFESTS, identity, of_kind, rendered
 from tests.manifests.test_installation import environment_of
 
@@ -137,6 +139,25 @@ def test_what_it_writes_is_what_the_operator_reads(tmp_path: Path) -> None:
     assert (options.worker_uid, options.worker_image) == (1234, "registry.example/w:1")
 
 
+def test_runtimes_of_a_release_are_those_that_the_operator_reads(tmp_path: Path) -> None:
+    a100 = {
+        "description": "One A100",
+        "spec": {"resources": {"nvidia.com/gpu": 1}, "env": [{"name": "A", "value": "a: 'b'\n c"}]},
+        "overrides": ["env"],
+        "limits": {"nodes": 2, "maxLifetime": "8h"},
+        "namespaces": ["team-*"],
+    }
+    objects = template(tmp_path, namespace="elsewhere", runtimes={"a100": a100, "open": {}})
+    found = {item["metadata"]["name"]: item for item in of_kind(objects, "ConfigMap")}
+    assert set(found) == {"a100", "open"}
+    assert {item["metadata"]["namespace"] for item in found.values()} == {"elsewhere"}
+    assert all(RUNTIME_LABEL in item["metadata"]["labels"] for item in found.values())
+    runtime = parse("a100", found["a100"]["data"][RUNTIME_KEY])
+    assert (runtime.spec, runtime.limits) == (a100["spec"], a100["limits"])
+    assert (runtime.overrides, runtime.namespaces) == (("env",), ("team-*",))
+    assert parse("open", found["open"]["data"][RUNTIME_KEY]).namespaces == ("*",)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -146,6 +167,8 @@ def test_what_it_writes_is_what_the_operator_reads(tmp_path: Path) -> None:
         ({"options": {"protectSessions": "no"}}, "protectSessions"),
         ({"namespaces": ["Team"]}, "namespaces.0"),
         ({"workerUid": 0}, "workerUid"),
+        ({"runtimes": {"a100": {"spek": {}}}}, "spek"),
+        ({"runtimes": {"A100": {}}}, "A100"),
         ({"logFormat": "xml"}, "logFormat"),
         ({"gateway": {"create": True}}, "gateway.domain is needed"),
         ({"gateway": {"create": True, "domain": "*.sky.example"}}, "gateway.domain"),
