@@ -252,7 +252,7 @@ def _unary(a: Meta, *rest: object, **kwargs: object) -> RuleResult:
 def _fraction(a: Meta, *numbers: object) -> RuleResult:
     """Integers and masks become fractions first."""
     fits = a.dtype in FLOATS or a.dtype in INTEGERS or a.dtype is torch.bool
-    return _result((a,), fractional(a.dtype), a.dtype) if fits else None
+    return _result((a,), fractional(a.dtype)) if fits else None
 
 
 @rule("deg2rad rad2deg")

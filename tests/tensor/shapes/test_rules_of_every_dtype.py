@@ -45,3 +45,14 @@ def test_ldexp_of_any_two_dtypes(dtype: torch.dtype) -> None:
 def test_isinf_of_any_dtype(size: tuple[int, ...], dtype: torch.dtype) -> None:
     for x in _orders(size, dtype):
         assert mismatch("isinf", (x,), {}) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["exp", "reciprocal", "sqrt", "sigmoid", "log1p", "lgamma"])
+def test_integers_are_fractions_in_an_order_without_gaps_before_a_function_of_fractions(
+    name: str, dtype: torch.dtype
+) -> None:
+    memory = torch.ones(200, dtype=dtype)
+    for idle in (1, 2, 3, 5, 9, 27, 100):
+        for size, stride in (((1, 1, 3, 3, 2), (27, idle, 9, 3, 1)), ((2, 1, 3), (20, idle, 2)), ((1, 4), (idle, 3))):
+            assert mismatch(name, (memory.as_strided(size, stride),), {}) is None
