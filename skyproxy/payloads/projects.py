@@ -141,8 +141,15 @@ def _editable_folders() -> Iterator[str]:
         if isinstance(module, str) and module.startswith("__editable__"):
             mapping = getattr(sys.modules.get(module), "MAPPING", None)
             for name, place in mapping.items() if isinstance(mapping, dict) else ():
-                if name not in _OWN and Path(place).name == name.rpartition(".")[2]:
-                    yield str(Path(place).parents[name.count(".")])
+                if name not in _OWN and (folder := _folder_of_install(name, place)) is not None:
+                    yield folder
+
+
+@functools.lru_cache(4096)
+def _folder_of_install(name: str, place: str) -> str | None:
+    """The folder from which a package's name leads to where an editable install has it; None where it does not."""
+    path = Path(place)
+    return str(path.parents[name.count(".")]) if path.name == name.rpartition(".")[2] else None
 
 
 def _root_of(module: ModuleType) -> str | None:

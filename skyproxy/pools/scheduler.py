@@ -334,7 +334,7 @@ class Scheduler:
             self._submit_result(self._on_end, task, call, output)
             return
         output.finish()
-        self._release_rank(task)
+        self._release_rank(task, prefer=True)
         if not task.future.settle_alone(value):
             self._submit_result(task.future.settle, value)
 
@@ -423,16 +423,18 @@ class Scheduler:
         """A call whose process has gone for good before the call was sent."""
         self._on_failure(task, SessionLostError(f"rank {task.rank} is gone."))
 
-    def _release(self, task: PoolTask) -> None:
+    def _release(self, task: PoolTask, prefer: bool = False) -> None:
         slot = self._running.pop(task, None)
         if slot is not None:
             slot.release()
+            if prefer:
+                self._slots.prefer(slot)
 
-    def _release_rank(self, task: PoolTask) -> None:
-        """The task's process is free again."""
+    def _release_rank(self, task: PoolTask, prefer: bool = False) -> None:
+        """The task's process is free again, and the next call may best go there, too."""
         task.running = task.keeps = None
         with self._lock:
-            self._release(task)
+            self._release(task, prefer)
             if self._waiting:
                 self._wake()
 

@@ -57,6 +57,7 @@ class ProcessSlots:
         self._by_rank = {rank: Slot(rank) for rank in ranks}
         self._in_order = list(self._by_rank.values())
         self._next = 0
+        self._warm: Slot | None = None
 
     def __len__(self) -> int:
         return len(self._in_order)
@@ -85,9 +86,21 @@ class ProcessSlots:
     def _sort(self) -> None:
         self._in_order = [self._by_rank[rank] for rank in sorted(self._by_rank)]
         self._next = 0
+        self._warm = None
+
+    def prefer(self, slot: Slot) -> None:
+        """A call has ended well there: the next one finds what it needs in the processor's caches."""
+        self._warm = slot
 
     def next_free(self) -> Slot | None:
-        """The process that does least, in turn among equals; None where all are busy."""
+        """The process that does least: the preferred one, or in turn among equals; None where all are busy.
+
+        A preference counts once: after a call that failed or was cancelled, and may still run in C code, processes
+        have their turns again.
+        """
+        warm, self._warm = self._warm, None
+        if warm is not None and warm.is_idle:
+            return warm
         count = len(self._in_order)
         best: Slot | None = None
         chosen = 0

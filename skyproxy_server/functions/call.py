@@ -28,9 +28,10 @@ from skyproxy_server.functions.call_threads import CallThreads
 from skyproxy_server.functions.events import Events
 from skyproxy_server.functions.full_disks import explain_full_disk
 from skyproxy_server.functions.isolated_call import IsolatedCall, Loan, Said
-from skyproxy_server.functions.known_functions import KnownFunction, named_device
+from skyproxy_server.functions.known_functions import KnownFunction
 from skyproxy_server.functions.nursery import Nursery
 from skyproxy_server.functions.results import REMOTE, ResultWriter, describe_error
+from skyproxy_server.functions.shared_globals import named_device
 from skyproxy_server.inventory import DeviceRow
 
 _OUTPUT_PIECE = 8192

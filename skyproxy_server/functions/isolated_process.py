@@ -211,7 +211,7 @@ def main(control: int, out: int, err: int) -> NoReturn:
     start, pieces = _read_start(descriptors[0], message["head"])
     _settle(start)
     content = start["function"]
-    function = KnownFunction(content, keeps_globals=False) if content is not None else None
+    function = KnownFunction(content, None) if content is not None else None
     IsolatedFunction(channel, start, files).run(start["task"], pieces, function)
 
 

@@ -8,17 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from skyproxy.errors import ProtocolError
-from skyproxy.payloads.pickling import Unpickler
-from skyproxy.payloads.tensors import Row
-from skyproxy.runtime.project_code import PROJECT_CODE
+from skyproxy_server.functions.shared_globals import SharedGlobals, SharingFunction, load_function
 
 DIGEST_BYTES = 32
 _OVERHEAD_BYTES = 4096
 """The bytes that each counts beside its code, so that many small ones are bounded, too."""
-_NO_TABLES: dict[str, object] = {"tensors": [], "bases": []}
 
 
 class KnownFunction:
@@ -28,14 +23,13 @@ class KnownFunction:
         content: its pickle.
 
     Args:
-        keeps_globals: whether all calls share one function, and with it the values of its globals.
+        globals_: what it shares with others; None for one whose every call has globals of its own.
     """
 
-    def __init__(self, content: bytes, keeps_globals: bool) -> None:
+    def __init__(self, content: bytes, globals_: SharedGlobals | None) -> None:
         self.content = content
-        self._keeps_globals = keeps_globals
-        self._lock = threading.Lock()
-        self._made: tuple[int, Callable[..., object]] | None = None
+        self._globals = globals_
+        self._sharing = SharingFunction(content)
 
     @property
     def kept_bytes(self) -> int:
@@ -48,20 +42,7 @@ class KnownFunction:
         Raises:
             Exception: something that it refers to is missing here.
         """
-        if not self._keeps_globals:
-            return self._load()
-        generation = PROJECT_CODE.generation
-        with self._lock:
-            if self._made is None or self._made[0] != generation:
-                # Modules of the program were reloaded: the function may hold objects of the old ones.
-                self._made = generation, self._load()
-            return self._made[1]
-
-    def _load(self) -> Callable[..., object]:
-        function = Unpickler([self.content], _NO_TABLES, _no_reference, named_device).unpickle()
-        if not callable(function):
-            raise ProtocolError(f"what came as a function is a {type(function).__name__}")
-        return function  # type: ignore[no-any-return]
+        return load_function(self.content) if self._globals is None else self._globals.make(self._sharing)
 
 
 class KnownFunctions:
@@ -75,6 +56,7 @@ class KnownFunctions:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._kept: OrderedDict[tuple[str, bytes], KnownFunction] = OrderedDict()
+        self._globals: dict[str, SharedGlobals] = {}
         self._lock = threading.Lock()
 
     def find(self, session: str, digest: bytes, keeps_globals: bool, content: Any) -> KnownFunction | None:
@@ -83,7 +65,7 @@ class KnownFunctions:
         Args:
             session: whose it is.
             digest: names its content.
-            keeps_globals: see `KnownFunction`.
+            keeps_globals: whether it shares its globals with others of its file, in which they live on between calls.
             content: what came with the call: the function, or nothing.
 
         Raises:
@@ -103,7 +85,8 @@ class KnownFunctions:
         with self._lock:
             known = self._kept.get(key)
             if known is None:
-                known = self._kept[key] = KnownFunction(data, keeps_globals)
+                shared = self._globals.setdefault(session, SharedGlobals()) if keeps_globals else None
+                known = self._kept[key] = KnownFunction(data, shared)
                 self._bytes += known.kept_bytes
                 self._make_room()
             return known
@@ -116,15 +99,6 @@ class KnownFunctions:
     def forget(self, session: str) -> None:
         """A session has ended. Functions that run go on."""
         with self._lock:
+            self._globals.pop(session, None)
             for key in [key for key in self._kept if key[0] == session]:
                 self._bytes -= self._kept.pop(key).kept_bytes
-
-
-def named_device(fields: Any) -> torch.device:
-    """The device that a client names by its type and index."""
-    kind, index = fields
-    return torch.device(kind, index) if index is not None else torch.device(kind)
-
-
-def _no_reference(row: Row, number: int) -> torch.Tensor:
-    raise ProtocolError("a function with a remote tensor in it came without its arguments")

@@ -6,6 +6,7 @@ import functools
 import importlib
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,36 @@ def named(function):
 
 wrapped = named(scaled)
 
+cache = {{}}
+current = None
+
+def remember(key, value):
+    cache[key] = value
+    return len(cache)
+
+def recall(key):
+    return cache.get(key), current
+
+def rebind(value):
+    global current
+    current = value
+
+def helper(x):
+    return 2 * x
+
+def doubled(x):
+    return helper(x)
+
+def helped(x):
+    return helper(x) + 1
+
+def scale_later(begun, go):
+    import os, time
+    open(begun, "w").close()
+    while not os.path.exists(go):
+        time.sleep(0.005)
+    return SCALE
+
 def closing_over(values):
     def collect(x):
         values.append(x)
@@ -58,7 +89,9 @@ _mains = itertools.count()
 def main() -> ModuleType:
     """A main file that no worker can import, and that no other test has."""
     module = ModuleType("__main__")
-    exec(MAIN.format(padding=PADDING, number=next(_mains)), vars(module))
+    number = next(_mains)
+    module.__file__ = f"main_{number}.py"
+    exec(MAIN.format(padding=PADDING, number=number), vars(module))
     return module
 
 
@@ -97,9 +130,48 @@ def test_a_function_is_sent_once_and_keeps_its_globals(
 def test_a_changed_global_is_no_longer_the_old_one(worker: skyproxy.Node, main: ModuleType) -> None:
     assert worker.run(main.scaled, 1)[0] == 2
     main.SCALE = 10
-    assert worker.run(main.scaled, 1)[:2] == (10, 1)  # another function, whose globals begin anew
+    assert worker.run(main.scaled, 1)[:2] == (10, 2)  # what has not changed here lives on there
     main.SCALE = 2
-    assert worker.run(main.scaled, 1)[:2] == (2, 2)  # the first one again, as it was left
+    assert worker.run(main.scaled, 1)[:2] == (2, 3)
+    main.calls = 7
+    assert worker.run(main.scaled, 1)[:2] == (2, 8)
+
+
+def test_functions_of_one_file_see_each_others_globals(worker: skyproxy.Node, main: ModuleType) -> None:
+    assert worker.run(main.remember, "a", 1) == 1
+    assert worker.run(main.recall, "a") == (1, None)
+    assert worker.run(main.rebind, "new") is None
+    assert worker.run(main.recall, "a") == (1, "new")
+    assert worker.run(main.remember, "b", 2) == 2
+    main.current = "from here"  # what the program sets is taken over, and nothing else with it
+    assert worker.run(main.recall, "b") == (2, "from here")
+    assert worker.run(main.remember, "c", 3) == 3
+    main.cache["z"] = 26
+    assert worker.run(main.recall, "a") == (None, "from here")
+    assert worker.run(main.recall, "z") == (26, "from here")
+
+
+def test_a_function_that_runs_keeps_the_globals_that_it_was_sent_with(
+    worker: skyproxy.Node, main: ModuleType, tmp_path: Path
+) -> None:
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    running = worker.submit(main.scale_later, str(begun), str(go))
+    while not begun.exists():
+        assert not running.done()
+        time.sleep(0.005)
+    main.SCALE = 10
+    assert worker.run(main.scaled, 1)[0] == 10
+    go.touch()
+    assert running.result(60) == 2
+
+
+def test_a_function_that_is_defined_anew_is_the_new_one_for_all(worker: skyproxy.Node, main: ModuleType) -> None:
+    assert worker.run(main.doubled, 3) == 6
+    exec("def helper(x):\n    return 100 * x", vars(main))
+    assert worker.run(main.doubled, 3) == 300
+    assert worker.run(main.helped, 3) == 301
+    assert worker.run(main.scaled, 1)[0] == 2
+    assert worker.run(main.doubled, 3) == 300
 
 
 def test_decorators_keep_what_is_under_them_warm(worker: skyproxy.Node, main: ModuleType) -> None:
@@ -135,9 +207,9 @@ def test_a_worker_that_has_dropped_a_function_asks_for_it(
     assert worker.run(main.scaled, 1)[:2] == (2, 1)
     assert worker.run(drop) >= 1
     del sizes[:]
-    assert worker.run(main.scaled, 1)[:2] == (2, 1)
+    assert worker.run(main.scaled, 1)[:2] == (2, 2)  # its globals are the file's, and were not dropped
     assert sizes[0] < 1_000 < 20_000 < sizes[1]  # named first, then brought
-    assert worker.run(main.scaled, 1)[:2] == (2, 2)
+    assert worker.run(main.scaled, 1)[:2] == (2, 3)
 
 
 def test_another_session_of_the_worker_has_its_own(worker: skyproxy.Node, main: ModuleType) -> None:

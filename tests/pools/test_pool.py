@@ -22,6 +22,7 @@ from skyproxy.errors import ConfigurationError, LimitExceededError, RankErrors, 
 from skyproxy.functions import Payload
 from skyproxy.pools import Compute, PoolFuture
 from skyproxy.pools.scheduler import Scheduler
+from skyproxy.pools.slots import ProcessSlots
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,31 @@ def test_a_call_runs_where_it_was_pinned(pool: Compute) -> None:
     assert [(where().on(rank) >> pool)[0] for rank in (1, "head", 0, 1)] == [1, 0, 0, 1]
     with pytest.raises(ConfigurationError, match="0 to 1"):
         where().on(2) >> pool
+
+
+def test_a_call_follows_the_one_before_to_its_process_unless_that_failed(pool: Compute) -> None:
+    first = (where() >> pool)[0]
+    assert [(where() >> pool)[0] for _ in range(3)] == [first] * 3
+    with pytest.raises(KeyError, match=f"rank {first}"):
+        fail() >> pool
+    assert (where() >> pool)[0] == 1 - first
+
+
+def test_a_preferred_process_is_taken_only_where_it_has_nothing_to_do() -> None:
+    slots = ProcessSlots([0, 1, 2], concurrency=2)
+    idle, busy, gone = (slots.get(rank) for rank in range(3))
+    assert idle is not None
+    assert busy is not None
+    assert gone is not None
+    slots.prefer(busy)
+    assert slots.next_free() is busy
+    slots.prefer(busy)
+    busy.busy = 1
+    assert slots.next_free() is idle
+    slots.prefer(gone)
+    slots.remove([2])
+    idle.busy = 1
+    assert slots.next_free() in (idle, busy)
 
 
 def test_calls_of_a_group_run_at_the_same_time(pool: Compute, tmp_path: Path) -> None:
