@@ -198,6 +198,7 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 imports: $(READY)
 	$(BIN)/lint-imports --no-logo

@@ -1,7 +1,7 @@
 """What type checkers know of calls on pools, and seven mistakes that they must find.
 
-Not run: `make types` checks this file with mypy --strict, where a comment that ignores nothing is an error. Pyright
-knows the same comments: npx pyright tests/typing.
+Not run: `make types` checks this file with mypy --strict and with pyright, which both know these comments, and for
+which one that ignores nothing is an error.
 """
 
 from __future__ import annotations
