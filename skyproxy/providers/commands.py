@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from skyproxy.errors import WorkerStartError
 
@@ -13,18 +13,22 @@ _SHOWN_LINES = 30
 _HIDDEN = ("PYTHONPATH", "PYTHONHOME")
 
 
-async def run_command(command: Sequence[str], purpose: str, without: Sequence[str] = ()) -> str:
+async def run_command(
+    command: Sequence[str], purpose: str, without: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> str:
     """Run a program and return what it wrote to its standard output; cancelling the task kills it.
 
     Args:
         command: the program and its arguments. No secret belongs there: everybody on the machine can read them.
         purpose: what for, as in "cannot PURPOSE".
         without: variables of our environment that it must not see.
+        variables: those that it has beside the others.
 
     Raises:
         WorkerStartError: it is not there, or failed; with the end of its output.
     """
     environment = {name: value for name, value in os.environ.items() if name not in (*_HIDDEN, *without)}
+    environment |= variables or {}
     try:
         process = await asyncio.create_subprocess_exec(
             *command,

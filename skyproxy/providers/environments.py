@@ -126,9 +126,14 @@ class EnvironmentStore:
             (place / LOCK_FILE).write_text(str(image.requirements), encoding="utf-8")
         for arguments in install_steps(image, isolated, uv=uv is not None):
             report("installing " + " ".join(part for part in arguments if not part.startswith(("-", "http"))))
-            without = _OTHER_INDEXES if "--index-url" in arguments else ()
+            without: tuple[str, ...] = ()
+            variables: dict[str, str] = {}
+            if "--index-url" in arguments:
+                without = _OTHER_INDEXES
+                # Where this is set, pip does not look what its configuration files say of further indexes.
+                variables["PIP_EXTRA_INDEX_URL"] = arguments[arguments.index("--index-url") + 1]
             placed = [str(place / LOCK_FILE) if part == LOCK_FILE else part for part in arguments]
-            await run_command([*install, *placed], "install the packages of the image", without)
+            await run_command([*install, *placed], "install the packages of the image", without, variables)
 
     def _share_own_packages(self, place: Path) -> None:
         # addsitedir, not a bare path: packages that are installed for development are lines in such files themselves.

@@ -246,9 +246,10 @@ def main_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
         yield url, asked
 
 
-@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize(("installer", "where"), [("pip", "variable"), ("pip", "file"), ("uv", "variable")])
 def test_a_package_comes_from_its_index_and_nothing_else_does(
     installer: str,
+    where: str,
     own_index: tuple[str, list[str]],
     main_index: tuple[str, list[str]],
     tmp_path: Path,
@@ -258,6 +259,11 @@ def test_a_package_comes_from_its_index_and_nothing_else_does(
     # A mirror that is asked for everything does not go before the index that is meant.
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", main_index[0])
     monkeypatch.setenv("UV_INDEX", main_index[0])
+    if where == "file":
+        monkeypatch.delenv("PIP_EXTRA_INDEX_URL")
+        configuration = tmp_path / "pip.conf"
+        configuration.write_text(f"[global]\nextra-index-url = {main_index[0]}\n", encoding="utf-8")
+        monkeypatch.setenv("PIP_CONFIG_FILE", str(configuration))
     # Each index has a newer one of what is to come from the other.
     for index, name, version in [
         ("own", "tiny-for-tests", "1.5"),
