@@ -7,7 +7,7 @@ import html
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
@@ -272,6 +272,12 @@ class Node(NodeSaves, NodeMoves, NodeJobs):
             rows[f"sky:{chosen.index}"] = f"{chosen.worker_device}, {chosen.row.get('name', '')}, {size:.1f} GiB"
         cells = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in rows.items())
         return f"<table>{cells}</table>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ConfigurationError(
+            f"{self!r} is a connection of this program, and cannot be sent to a worker. There, a tensor argument's own "
+            "device is the node's; pass tensors of node.device(), or results."
+        )
 
     def __repr__(self) -> str:
         state = "" if self.alive else ", lost"

@@ -7,7 +7,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
+
+from skyproxy.errors import ConfigurationError
 
 T = TypeVar("T")
 
@@ -122,6 +124,12 @@ class PoolFuture(Future[T]):
         # Cancelling the awaiting task cancels the call.
         self.check_wait()
         return asyncio.wrap_future(self).__await__()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ConfigurationError(
+            f"the future of {self.name} belongs to this program, and cannot be sent to a worker. Pass its result: "
+            "future.result(), or await it."
+        )
 
     def __bool__(self) -> bool:
         raise TypeError(

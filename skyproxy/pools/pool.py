@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.actor_calls import ActorCalls
@@ -461,6 +461,12 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
             return f"<Compute {self._asked['name'] or ''}, not running>"
         spec = self._workers.spec
         return f"<Compute {spec.name}: {self.limits or spec.nodes} nodes, {self.world_size} processes>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ConfigurationError(
+            f"{self!r} belongs to this program, and cannot be sent to a worker. Make calls here, and pass their "
+            "results; or give the function a pool of its own: with Compute(...) as pool, inside of it."
+        )
 
     # --- places -------------------------------------------------------------------------------------------------------
 

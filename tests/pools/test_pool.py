@@ -363,6 +363,22 @@ def test_what_cannot_be_pickled_is_said_at_the_call(pool: Compute) -> None:
     assert double(1) >> pool == 2
 
 
+def test_pools_nodes_and_futures_stay_here_and_say_what_to_pass(pool: Compute) -> None:
+    future = double(1) > pool
+    node = pool.nodes[0]
+    for given, told in (
+        (pool, "a pool of its own"),
+        (node, "connection of this program"),
+        (future, r"the future of double .* future\.result\(\)"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            double([given]).submit(pool)
+        with pytest.raises(ConfigurationError, match=told):
+            pool.submit(lambda given=given: given)
+    assert future.result(60) == 2
+    assert double(1) >> pool == 2
+
+
 def test_the_queue_has_a_bound(pool: Compute, tmp_path: Path) -> None:
     path = tmp_path / "path"
     scheduler = Scheduler(pool._running_workers().group, concurrency=1, retry=None, max_queued_calls=2)
