@@ -65,6 +65,8 @@ class Adopter:
         for changed in tables.get("changed", ()):
             if changed < len(self._arguments):
                 torch.autograd.graph.increment_version(self._arguments[changed])
+        if not plain and tables.get("simple") is True and pieces and not tables.get("tensors"):
+            return unpickle_simple(pieces[0])
         with torch.inference_mode(False), torch.no_grad():
             try:
                 if self._adopted[0] != number:
@@ -75,8 +77,6 @@ class Adopter:
             except (LookupError, TypeError, ValueError) as error:
                 raise ProtocolError(f"the worker sent impossible tensors: {error!r:.200}") from error
             tensors = self._adopted[1]
-            if not plain and tables.get("simple") is True and pieces:
-                return unpickle_simple(pieces[0])
             if not plain:
                 return as_state_dict(Unpickler(pieces, tables, lambda row, position: tensors[position]).unpickle())
             try:
