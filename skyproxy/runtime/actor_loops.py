@@ -9,10 +9,11 @@ import contextvars
 import ctypes
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import Any
+from typing import TypeVar
 
 from skyproxy.errors import ActorDiedError
 
+T = TypeVar("T")
 _PATIENCE_SECONDS = 0.5
 """The time that a cancelled method has to end at an `await` before it is interrupted where it is."""
 
@@ -30,7 +31,7 @@ class ActorLoop:
         self._thread: threading.Thread | None = None
         self._ended = False
 
-    async def run(self, coroutine: Coroutine[object, object, Any]) -> Any:
+    async def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run a coroutine on the actor's loop, from another one; in the context of the caller.
 
         Raises:
@@ -42,9 +43,9 @@ class ActorLoop:
         except BaseException:
             coroutine.close()
             raise
-        tasks: list[asyncio.Task[Any]] = []
+        tasks: list[asyncio.Task[T]] = []
 
-        async def carry(context: contextvars.Context) -> Any:
+        async def carry(context: contextvars.Context) -> T:
             tasks.append(asyncio.create_task(coroutine, context=context))
             return await tasks[0]
 
@@ -55,10 +56,10 @@ class ActorLoop:
             self._interrupt_later(future, tasks)
             raise
 
-    async def items(self, generator: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
+    async def items(self, generator: AsyncGenerator[T, object]) -> AsyncIterator[T]:
         """Yield what an async generator yields that runs on the actor's loop."""
 
-        async def following() -> Any:
+        async def following() -> T:
             return await generator.__anext__()
 
         async def closing() -> None:
@@ -94,7 +95,7 @@ class ActorLoop:
                 self._thread = thread
             return self._loop
 
-    def _interrupt_later(self, future: concurrent.futures.Future[Any], tasks: list[asyncio.Task[Any]]) -> None:
+    def _interrupt_later(self, future: concurrent.futures.Future[T], tasks: list[asyncio.Task[T]]) -> None:
         """End what holds the loop although it was cancelled: a loop in Python, with no `await` in it."""
 
         def interrupt() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from skyproxy.errors import ActorDiedError
@@ -94,7 +94,7 @@ def call_actor(identity: str, method: str, args: Sequence[object], kwargs: Mappi
     result = function(*args, **kwargs)
     if inspect.iscoroutine(result):
         return ACTORS.loop_of(_session(), identity).run(result)
-    if inspect.isasyncgen(result):
+    if isinstance(result, AsyncGenerator):
         return ACTORS.loop_of(_session(), identity).items(result)
     return result
 
