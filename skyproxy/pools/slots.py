@@ -18,6 +18,7 @@ class Slot:
 
     Attributes:
         rank: its number, the same for as long as it is there.
+        place: its number among those that are there now.
         busy: single calls that it runs.
         broadcasts: calls on all processes that it takes part in.
         queue: calls that only this process can run.
@@ -27,6 +28,7 @@ class Slot:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.place = 0
         self.busy = 0
         self.broadcasts = 0
         self.queue: deque[PoolTask] = deque()
@@ -55,9 +57,10 @@ class ProcessSlots:
     def __init__(self, ranks: Iterable[int], concurrency: int) -> None:
         self.concurrency = concurrency
         self._by_rank = {rank: Slot(rank) for rank in ranks}
-        self._in_order = list(self._by_rank.values())
+        self._in_order: list[Slot] = []
         self._next = 0
         self._warm: Slot | None = None
+        self._sort()
 
     def __len__(self) -> int:
         return len(self._in_order)
@@ -85,23 +88,27 @@ class ProcessSlots:
 
     def _sort(self) -> None:
         self._in_order = [self._by_rank[rank] for rank in sorted(self._by_rank)]
+        for place, slot in enumerate(self._in_order):
+            slot.place = place
         self._next = 0
         self._warm = None
 
     def prefer(self, slot: Slot) -> None:
         """A call has ended well there: the next one finds what it needs in the processor's caches."""
-        self._warm = slot
+        if self._by_rank.get(slot.rank) is slot:  # else it has gone meanwhile
+            self._warm = slot
 
     def next_free(self) -> Slot | None:
         """The process that does least: the preferred one, or in turn among equals; None where all are busy.
 
-        A preference counts once: after a call that failed or was cancelled, and may still run in C code, processes
-        have their turns again.
+        A preference counts once: after a call that failed or was cancelled, and may still run in C code, it is the
+        next one's turn.
         """
         warm, self._warm = self._warm, None
-        if warm is not None and warm.is_idle:
-            return warm
         count = len(self._in_order)
+        if warm is not None and warm.is_idle:
+            self._next = (warm.place + 1) % count
+            return warm
         best: Slot | None = None
         chosen = 0
         for step in range(count):
