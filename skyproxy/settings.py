@@ -165,6 +165,8 @@ class Settings:
     """The bytes that a worker keeps of answers whose arrival the client has not confirmed."""
     max_snapshot_copy_bytes: int = 1 << 30
     """The bytes of a session that a worker copies ahead of the disk when it writes a snapshot; beyond, it waits."""
+    max_brought_snapshot_bytes: int = 1 << 40
+    """The bytes that the snapshots of one token may have on a worker's volume for clients to bring another one."""
     snapshot_stall_seconds: float = 120.0
     """The time for which a worker's volume may take nothing of a snapshot before that is given up."""
     leave_seconds: float = 20.0

@@ -108,9 +108,22 @@ class CopiesIn:
         claimed: the names that are this session's.
         hashing: hashes and writes.
         volume: the thread that writes, which alone changes anything here.
+        most_bytes: what the snapshots of this token may have here for another one to be brought.
+        used_bytes: gives what they have, but for those of one name.
     """
 
-    def __init__(self, folder: Folder, claimed: set[str], hashing: Executor, volume: VolumeThread) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        claimed: set[str],
+        hashing: Executor,
+        volume: VolumeThread,
+        most_bytes: int,
+        used_bytes: Callable[[str], int],
+    ) -> None:
+        self._most_bytes = most_bytes
+        self._used_bytes = used_bytes
+        self._room = 0
         self._folder = folder
         self._volume = volume
         self._claimed = claimed
@@ -132,6 +145,7 @@ class CopiesIn:
         piece_hash(hash_name)  # before anything is written
         self.end()
         folder = self._folder(name)
+        self._room = self._most_bytes - self._used_bytes(name)
         try:
             folder.claim()
             self._claimed.add(name)
@@ -152,6 +166,15 @@ class CopiesIn:
             raise ProtocolError("a piece is written behind the beginning of a snapshot")
         if not len(data(content, "a piece", PIECE_BYTES)) > 0:
             raise ProtocolError("a piece has at least one byte")
+        self._room -= len(content)
+        if self._room < 0:
+            name = self._name
+            self.end()
+            raise SnapshotError(
+                f"the snapshot {name!r} was not brought here: the snapshots of this token would have more than "
+                f"{self._most_bytes:,} bytes on this volume (SKYPROXY_MAX_BROUGHT_SNAPSHOT_BYTES). Nothing of it is "
+                "kept, and those before it are untouched. Delete what is not needed, or have the bound raised"
+            )
         try:
             return self._draft.put_piece(memoryview(content))
         except (OSError, SnapshotError) as error:

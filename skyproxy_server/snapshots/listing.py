@@ -31,6 +31,17 @@ def list_rows(
     return rows
 
 
+def used_bytes(rows: list[dict[str, object]], but_for: str) -> int:
+    """Return the bytes of the newest snapshot of each name, but for one."""
+    newest: dict[str, int] = {}
+    for row in rows:
+        name, size = row["name"], row.get("bytes")
+        if isinstance(name, str) and isinstance(size, int):
+            newest.setdefault(name, size)
+    newest.pop(but_for, None)
+    return sum(newest.values())
+
+
 def _names(root: FileStore) -> list[str]:
     try:
         return [name for name in root.places() if not name.startswith(".")]

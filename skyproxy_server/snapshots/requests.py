@@ -22,7 +22,7 @@ from skyproxy_server.saved_sessions import SavedSession, saved_sessions
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.capture import capture
 from skyproxy_server.snapshots.copies import CopiesIn, CopiesOut
-from skyproxy_server.snapshots.listing import list_rows
+from skyproxy_server.snapshots.listing import list_rows, used_bytes
 from skyproxy_server.snapshots.places import place_of
 from skyproxy_server.snapshots.restore import Adoptable, restore, restore_named, restore_values
 from skyproxy_server.snapshots.threads import DiskThreads
@@ -59,7 +59,14 @@ class SessionSnapshots:
         self._jobs: list[WritingJob] = []
         self._adoptable: Adoptable | None = None
         self.copies_out = CopiesOut(self._folder, self._volume)
-        self.copies_in = CopiesIn(self._folder, self._claimed, self._threads, self._volume)
+        self.copies_in = CopiesIn(
+            self._folder,
+            self._claimed,
+            self._threads,
+            self._volume,
+            settings.max_brought_snapshot_bytes,
+            lambda name: used_bytes(list_rows(self._root, "", self._volume.note_progress), name),
+        )
 
     def _folder(self, name: str) -> SnapshotFolder:
         return SnapshotFolder(self._root.child(check_name(name)), self._writer)

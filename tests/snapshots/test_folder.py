@@ -259,22 +259,6 @@ def test_pieces_by_blake3_are_of_format_2_and_refused_where_that_is_missing(
         assert other.call("load_snapshot", "t")["snapshot"] == "1"
 
 
-@pytest.mark.parametrize("hash_name", HASHES)
-def test_a_copy_keeps_the_names_of_its_pieces(tmp_path: Path, hash_name: str) -> None:
-    with Session(tmp_path / "one") as session, Session(tmp_path / "two", ops=False) as other:
-        session.put(s20=torch.rand(10_000), s21=torch.rand(3))
-        session.call("save_snapshot", "s", None, b"", hash_name)
-        header = session.call("read_snapshot", "s", "", 0)["part"]
-        digests = [digest for content in documents.unpack(header)["contents"] for digest in content]
-        assert other.call("begin_snapshot", "s", len(digests), hash_name) is None
-        for digest in digests:
-            assert other.call("write_snapshot_piece", session.call("read_snapshot_piece", digest)) == digest
-        assert other.call("write_snapshot", header, True) == "1"
-        assert other.call("load_snapshot", "s")["snapshot"] == "1"
-        assert picture(other) == picture(session)
-        assert "'md5'" in other.call("begin_snapshot", "s", 1, "md5")["message"]
-
-
 def test_a_pack_that_is_a_link_is_not_followed(snapshot: tuple[Path, Captured], tmp_path: Path) -> None:
     def change(folder: Path) -> None:
         (pack,) = folder.glob("pack-*.safetensors")
