@@ -255,3 +255,43 @@ def test_a_name_that_another_program_uses_there_keeps_a_session_where_it_is(work
         x += 1
         assert (node.url, node.get("x").tolist()) == (worker.url, [1, 2, 3])
         assert there.get("x").tolist() == [0]
+
+
+@pytest.fixture
+def neighbour(worker: Worker, tmp_path: Path) -> Iterator[Worker]:
+    """A worker that sees the same volume, as a program of its own."""
+    (tmp_path / "neighbour").mkdir()
+    made = Worker(tmp_path / "neighbour", worker.options[-1], "--snapshots", str(worker.folder / "snapshots"))
+    yield made
+    made.close()
+
+
+def test_two_workers_of_one_volume_give_each_other_a_named_session(worker: Worker, neighbour: Worker) -> None:
+    with connect(worker) as node:
+        node.put("x", torch.arange(3.0, device=node.devices[0]))
+        with pytest.raises(SessionHeldError):
+            connect(neighbour)
+        assert node.get("x").tolist() == [0, 1, 2]
+    with connect(neighbour) as node:  # nobody uses it there: that worker saves it, if it has not
+        node.put("x", node.get("x") + 1)
+        with connect(worker, take=True) as taker:
+            assert taker.get("x").tolist() == [1, 2, 3]
+            taker.put("x", taker.get("x") + 1)
+            with pytest.raises(SessionLostError, match="another client took the session 'exp1' over"):
+                while True:  # it may answer once more before it hears of it
+                    node.get("x").tolist()
+    with connect(neighbour) as node:
+        assert node.get("x").tolist() == [2, 3, 4]
+        wait_until_left(worker)
+
+
+def test_a_worker_that_was_killed_keeps_no_named_session_from_another_one(worker: Worker, neighbour: Worker) -> None:
+    with connect(worker) as node:
+        node.put("x", torch.arange(3.0, device=node.devices[0]))
+    wait_until_left(worker)
+    with connect(neighbour) as node:
+        assert node.get("x").tolist() == [0, 1, 2]
+        node.put("x", node.get("x") + 1)
+        neighbour.end(signal.SIGKILL)
+        with connect(worker) as later:  # the kernel tells at once who lives
+            assert later.named() == {}, "what only that worker's memory had is gone"
