@@ -96,7 +96,10 @@ def test_a_cluster_without_claims_of_devices_says_so(cluster: Cluster, user: Use
     assert cluster.get(path)["spec"]["resourceClaims"][0]["count"] == 2
     wait_reason(cluster, path, "Degraded", "ClaimsUnavailable")
     assert cluster.items(f"/api/v1/namespaces/{namespace}/pods") == []
-    cluster.patch(path, {"spec": {"resourceClaims": None, **TRIVIAL}})
+    claims = [{"name": "gpu", "resourceClaimTemplateName": "half-a-gpu"}]
+    path = make(cluster, namespace, "two", **TRIVIAL, resourceClaims=claims)
+    wait_reason(cluster, path, "Ready", "ClaimsUnavailable")
+    cluster.patch(path, {"spec": {"resourceClaims": None}})
     wait_phase(cluster, path, "Running")
 
 
@@ -144,9 +147,7 @@ def test_a_runtime_fills_in_a_compute_and_a_change_of_it_ends_nothing(cluster: C
     cluster.patch(runtime, {"data": {"runtime.yaml": changed}})
     cluster.wait(path, lambda found: found and found["status"]["runtime"]["outdated"], "the change is seen")
     told = f"/api/v1/namespaces/{namespace}/events"
-    cluster.wait(
-        told, lambda found: found and "RuntimeChanged" in {row["reason"] for row in found["items"]}, "it is told"
-    )
+    cluster.wait_all(told, lambda found: "RuntimeChanged" in {row["reason"] for row in found.values()}, "it is told")
     events = warnings(cluster, namespace, "RuntimeChanged")
     assert [event["message"] for event in events] == [
         f"The runtime {name} has changed. The Pods that run stay as they are; those of the next start will have it."
