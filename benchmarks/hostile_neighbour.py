@@ -238,20 +238,21 @@ def besieged(url: str, token: str, names: list[str]) -> Iterator[dict[str, int]]
             done[name] = done.get(name, 0) + child.communicate()[0].count(name)
 
 
-def sessions(url: str, token: str) -> int:
+def activity(url: str, token: str) -> dict[str, object]:
     request = urllib.request.Request(
         f"{url.replace('ws://', 'http://')}/activity", headers={"Authorization": f"Bearer {token}"}
     )
     with urllib.request.urlopen(request, timeout=60) as response:
-        return int(json.loads(response.read())["sessions"])
+        told: dict[str, object] = json.loads(response.read())
+    return told
 
 
 def wait_for_calm(url: str, token: str) -> None:
     """Wait until no hostile session is left."""
     deadline = time.monotonic() + 300  # an upload that stalls is given up after two minutes
-    while sessions(url, token) > 1:
+    while (told := activity(url, token))["sessions"] != 1:
         if time.monotonic() > deadline:
-            raise SystemExit("hostile sessions go on")
+            raise SystemExit(f"hostile sessions go on: {told}")
         time.sleep(0.1)
 
 

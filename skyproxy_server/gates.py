@@ -95,11 +95,14 @@ class Gates:
         Raises:
             RuntimeError: the value lies in a storage that was made too small for it.
         """
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                for part in _parts(tensor):
-                    if storage_key(part) in self._shrunk:
-                        _check_size(part)
+        if isinstance(value, list | tuple):
+            # PyTorch shows a list in the error of an operator that takes none, and so reads what lies in it.
+            for item in value:
+                self.check_size(item)
+        elif isinstance(value, torch.Tensor):
+            for part in _parts(value):
+                if storage_key(part) in self._shrunk:
+                    _check_size(part)
 
     def close(self, tensor: torch.Tensor, gate: Gate) -> None:
         key = storage_key(tensor)

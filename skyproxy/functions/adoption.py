@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.errors import ProtocolError, UntrustedResultError, visible
+from skyproxy.errors import ProtocolError, SkyproxyError, UntrustedResultError, visible
 from skyproxy.payloads.pickling import PLAIN, Unpickler, unpickle_simple
 from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.payloads.tensors import REFERENCE, Row, as_leaf
+from skyproxy.protocol import answers
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import Handle, SkyDevice
 from skyproxy.tensor.core.memory import Memory, memory_of
@@ -74,7 +75,14 @@ class Adopter:
                         number,
                         self._adopt(number, [row for row in tables["tensors"] if row[0] == REFERENCE]),
                     )
-            except (LookupError, TypeError, ValueError) as error:
+            except (
+                LookupError,
+                TypeError,
+                ValueError,
+                RuntimeError,
+            ) as error:  # the last of PyTorch: it cannot have such sizes
+                if isinstance(error, SkyproxyError):
+                    raise
                 raise ProtocolError(f"the worker sent impossible tensors: {error!r:.200}") from error
             tensors = self._adopted[1]
             if not plain:
@@ -99,7 +107,10 @@ class Adopter:
         slots: list[int] = []
         tensors: list[torch.Tensor] = []
         for row in rows:
-            _, fields, _, _, (kind, index), group, storage_bytes, argument, argument_root = row
+            _, fields, _, _, (kind, index), *numbers = row
+            group, storage_bytes, argument, argument_root = map(answers.integer, numbers)
+            answers.size(storage_bytes)
+            answers.description(fields)
             if 0 <= argument < len(self._arguments):
                 slots.append(0)
                 tensors.append(self._arguments[argument])

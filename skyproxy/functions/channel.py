@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from skyproxy.functions.function_code import Digests
 from skyproxy.payloads.pieces import MAX_FORGOTTEN, Assembly, plain_memory, send_payload
 from skyproxy.payloads.tensors import memory_for
 from skyproxy.protocol import commands
+from skyproxy.protocol.answers import checked_event
 from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart
 from skyproxy.protocol.messages import Buffer, Message
 from skyproxy.session.housekeeping import AuxiliaryConnection
@@ -279,6 +281,7 @@ class FunctionChannel:
         call = self._calls.get(event.call)
         if call is None or (event.number and event.number <= call.received):
             return
+        event = replace(event, value=checked_event(event.kind, event.value))
         if event.kind == "unknown":
             self._on_unknown(call, str(event.value.get("reason")))
             return

@@ -256,6 +256,51 @@ ANSWERS: dict[str, Shape] = {
 """By the control's name. A control that is not here is asked by no client."""
 
 
+def _output_text(value: object) -> str:
+    """The output of a function, which may draw; whoever shows it sees to the rest."""
+    if not isinstance(value, str):
+        raise ValueError("a text")
+    return value
+
+
+def _stream_name(value: object) -> str:
+    if value not in ("stdout", "stderr"):
+        raise ValueError("stdout or stderr")
+    return str(value)
+
+
+_VALUE = fields(
+    {"tensors": rows(rows(lambda value: value)), "bases": rows(size)},
+    {"form": name, "not_plain": text, "changed": rows(size), "simple": flag},
+)
+EVENTS: dict[str, Shape] = {
+    "started": table,
+    "stream": table,
+    "output": fields({"text": _output_text, "stream": _stream_name}, {"lost": size, "waits": table}),
+    "item": _VALUE,
+    "result": _VALUE,
+    "error": fields({}, {"tensors": rows(rows(lambda value: value)), "bases": rows(size), "form": name}),
+    "unknown": fields({}, {"reason": text}),
+}
+"""The values of a call's events, by their kinds."""
+_OURS = "exception"
+"""The entry in which a call has an error of this program's own; no worker has one."""
+
+
+def checked_event(kind: str, value: Entries) -> Entries:
+    """Return the value of a call's event, if it has its shape.
+
+    Raises:
+        ProtocolError: it has not.
+    """
+    shape = EVENTS[kind]
+    try:
+        checked_entries = table(shape(value))
+    except ValueError as error:
+        raise _impossible_answer(f"a call ({kind})", value, error) from None
+    return {key: entry for key, entry in {**value, **checked_entries}.items() if key != _OURS}
+
+
 def checked(control: str, answer: object) -> Any:
     """Return what a control answered, if it has its shape.
 
@@ -266,7 +311,7 @@ def checked(control: str, answer: object) -> Any:
     try:
         return shape(answer)
     except ValueError as error:
-        raise _impossible(control, answer, error) from None
+        raise _impossible_answer(control, answer, error) from None
 
 
 def checked_rows(purpose: str, answer: object, count: int) -> Items:
@@ -280,11 +325,11 @@ def checked_rows(purpose: str, answer: object, count: int) -> Items:
         if len(found) != count:
             raise ValueError(f"{count} descriptions")
     except ValueError as error:
-        raise _impossible(purpose, answer, error) from None
+        raise _impossible_answer(purpose, answer, error) from None
     return found
 
 
-def _impossible(question: str, answer: object, error: ValueError) -> ProtocolError:
+def _impossible_answer(question: str, answer: object, error: ValueError) -> ProtocolError:
     return ProtocolError(
         f"the worker answered {answer!r:.80} to {question}, which should have been {error}. Is it of another version?"
     )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from skyproxy.errors import ProtocolError
-from skyproxy.protocol.answers import ANSWERS, checked, checked_rows
+from skyproxy.protocol.answers import ANSWERS, EVENTS, checked, checked_event, checked_rows
+from skyproxy.protocol.call_messages import CALL_EVENTS
 
 ROOT = Path(__file__).parents[2]
 OSC = "\x1b]52;c;ZXZpbA==\x07"
@@ -164,3 +165,29 @@ def test_every_shape_is_the_answer_of_a_control() -> None:
     for module in (function_controls, graph_controls, name_controls, snapshot_controls):
         module.install()
     assert ANSWERS.keys() <= CONTROLS.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("output", {}),
+        ("output", {"text": 5, "stream": "stdout"}),
+        ("output", {"text": "t", "stream": "elsewhere"}),
+        ("output", {"text": "t", "stream": "stdout", "lost": OSC}),
+        ("result", {}),
+        ("result", {"tensors": 3, "bases": []}),
+        ("result", {"tensors": [5], "bases": []}),
+        ("result", {"tensors": [], "bases": [], "changed": 5}),
+        ("item", {"tensors": [], "bases": [-1]}),
+        ("error", {"tensors": 5}),
+        ("unknown", {"reason": 5}),
+    ],
+)
+def test_an_event_of_a_call_that_no_worker_sends_is_refused(kind: str, value: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="which should have been"):
+        checked_event(kind, value)
+
+
+def test_no_worker_puts_an_error_of_this_program_into_an_event() -> None:
+    assert checked_event("error", {"exception": "text", "type": "ValueError"}) == {"type": "ValueError"}
+    assert set(EVENTS) == CALL_EVENTS

@@ -223,6 +223,18 @@ def test_a_sparse_tensor_is_as_readable_as_its_parts(worker: Worker) -> None:
     assert "was resized to 0 bytes" in worker.error(3)
 
 
+def test_a_list_is_as_readable_as_its_parts(worker: Worker) -> None:
+    worker.executor.state.values.slots[1] = torch.ones(1 << 20)
+    worker.op(["aten::split.Tensor", ["t", "v"], {}, ["n"]], 1, 1 << 19, 2)
+    assert isinstance(worker.executor.state.values.slots[2], list | tuple)
+    worker.run(commands.DO, "resize_storage", [1, 0])
+    worker.op(["aten::neg", ["t"], {}, ["n"]], 2, 3)
+    assert "was resized to 0 bytes" in worker.error(3)
+    worker.executor.state.values.slots[4] = [1.0, [worker.executor.state.values.slots[1]]]
+    worker.op(["aten::neg", ["t"], {}, ["n"]], 4, 5)
+    assert "was resized to 0 bytes" in worker.error(5)
+
+
 @pytest.mark.parametrize("size", [-1, 1 << 63, 1.5, None, True])
 def test_a_storage_has_a_number_of_bytes(worker: Worker, size: Any) -> None:
     worker.executor.state.values.slots[1] = torch.ones(4)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
 import os
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,6 +250,107 @@ def test_a_malformed_result_is_an_error_and_the_next_call_works(
         with pytest.raises(SkyproxyError):
             node.submit(int).result(20)
     assert node.submit(int).result(20) == 0
+
+
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1,
+    7,
+    1 << 62,
+    1 << 63,
+    1.5,
+    float("inf"),
+    "",
+    "x",
+    "\x1b]52;c;x\x07",
+    b"",
+    b"x",
+)
+ODD += (
+    [],
+    {},
+    [[]],
+    [1],
+    ["x"],
+    {"a": 1},
+    [["reference", ["float32", [2], [1], 0], False, False, ["cpu", 0], 0, 8, -1, -1]],
+)
+WORDS: dict[str, Any] = {
+    "form": "plain",
+    "tensors": [],
+    "bases": [],
+    "changed": [],
+    "simple": False,
+    "not_plain": "x",
+    "exception": "x",
+    "type": "ValueError",
+    "message": "m",
+    "traceback": "t",
+    "failed": False,
+    "text": "t",
+    "stream": "stdout",
+    "lost": 0,
+    "waits": {},
+    "reason": "r",
+}
+
+
+def hostile_events(chance: random.Random) -> Iterator[tuple[str, dict[str, Any], object]]:
+    """Some events of any kind, and one that ends the call."""
+    for kind in [*chance.choices(("output", "stream", "item", "started"), k=chance.randrange(3)), None]:
+        words = {key: value for key, value in WORDS.items() if chance.random() < 0.5}
+        for key in chance.sample(sorted(WORDS), chance.randrange(4)):
+            words[key] = chance.choice(ODD)
+        yield kind or chance.choice(("result", "error")), words, chance.choice((1, [], {"a": torch.ones(2)}, "x"))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_worker_says_of_a_call_it_ends_with_a_value_or_an_error_of_ours(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    chance = random.Random(seed)
+    own = worker_call.FunctionCall._emit_value
+    is_hostile = False
+
+    def emit(self: Any, kind: str, result: Any, returning: Any) -> None:
+        if not is_hostile:
+            return own(self, kind, result, returning)
+        self.has_run()
+        for event, words, value in hostile_events(chance):
+            pickled = Pickler(lambda tensor: None).pickle(value) if chance.random() < 0.7 else None
+            self.events.add(event, words, pickled, [])
+        return None
+
+    def connect() -> Node:
+        node = skyproxy.connect(f"ws://127.0.0.1:{listener.port}", token=TOKEN)
+        assert node.run(int) == 0  # which brings what else a call needs
+        return node
+
+    monkeypatch.setattr(worker_call.FunctionCall, "_emit_value", emit)
+    refusals: list[str] = []
+    node = connect()
+    for _ in range(10):
+        is_hostile = True
+        try:
+            value = node.submit(int).result(20)  # a time-out is a call that nobody ends
+            if isinstance(value, Iterator):
+                list(itertools.islice(value, 3))
+        except Exception as error:
+            refusals.append("".join([str(error), *getattr(error, "__notes__", [])]))
+            # Others are those of the function, as the worker says.
+            assert isinstance(error, SkyproxyError) or "on the worker" in refusals[-1], refusals[-1]  # noqa: PT017
+        is_hostile = False
+        if not node.alive:
+            node.close()
+            node = connect()
+    node.close()
+    assert len(refusals) > 2
+    assert "\x1b" not in "".join(refusals)
+    assert "could not be delivered" not in caplog.text
 
 
 # --- where pickles are read -------------------------------------------------------------------------------------------
