@@ -249,7 +249,7 @@ def activity(url: str, token: str) -> dict[str, object]:
 
 def wait_for_calm(url: str, token: str) -> None:
     """Wait until no hostile session is left."""
-    deadline = time.monotonic() + 300  # an upload that stalls is given up after two minutes
+    deadline = time.monotonic() + 300
     while (told := activity(url, token))["sessions"] != 1:
         if time.monotonic() > deadline:
             raise SystemExit(f"hostile sessions go on: {told}")
