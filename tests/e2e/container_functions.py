@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ def total() -> float:
     value = torch.tensor([float(sky.instance_info().node + 1)])
     dist.all_reduce(value)
     return value.item()
+
+
+@sky.function
+def reached() -> list[int]:
+    found = []
+    for peer in sky.instance_info().peers:
+        with socket.create_connection((peer.address, 8765), timeout=30):
+            found.append(peer.node)
+    return found
 
 
 @sky.function

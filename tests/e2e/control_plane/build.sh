@@ -65,7 +65,8 @@ build() {
   chmod +x shim/rsync
 
   cd source
-  for name in "$@"; do [[ ! -d cmd/$name ]] || commands+=("cmd/$name"); done
+  # kubectl is there already, and newer.
+  for name in "$@"; do [[ ! -d cmd/$name || $name == kubectl ]] || commands+=("cmd/$name"); done
   mkdir -p .go/src/k8s.io
   [[ -L .go/src/k8s.io/kubernetes ]] || ln -s ../../.. .go/src/k8s.io/kubernetes
   # Without a command, make would build all of Kubernetes.

@@ -180,7 +180,14 @@ flock 9
 key="1 $(context | sha256sum | cut -d' ' -f1)"
 product=$target/store
 [[ -z $for_engine ]] || product=$target
-if [[ $(cat "$target/key$for_engine" 2>/dev/null) != "$key" || ! -d $product ]]; then
+
+is_built() {
+  [[ $(cat "$target/key$for_engine" 2>/dev/null) == "$key" && -d $product ]] || return 1
+  # The store's build takes the engine's image away, which has the same name.
+  [[ -z $for_engine ]] || Buildah inspect --type image ghcr.io/skyproxy/worker:0.1.0 >/dev/null 2>&1
+}
+
+if ! is_built; then
   require
   trap finish EXIT
   trap 'exit 130' INT TERM
