@@ -136,11 +136,13 @@ async def connect_worker(spec: WorkerSpec, endpoint: Endpoint) -> Node:
         )
     )
     try:
-        return await asyncio.shield(connecting)
+        node = await asyncio.shield(connecting)
     except asyncio.CancelledError:
         with contextlib.suppress(Exception):
             await close_nodes([await connecting])
         raise
+    node._session.after_end = "The pool puts another process in its place before the next call, where its provider can."
+    return node
 
 
 async def check_software(launched: Launched, nodes: Sequence[Node]) -> None:

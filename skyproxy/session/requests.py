@@ -31,6 +31,10 @@ from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.settings import Settings
 from skyproxy.torch_codec import Description
 
+AFTER_END = (
+    "skyproxy.connect(...) puts another session in its place, with the same sky:N; after skyproxy.reset() the next use "
+    "of sky:0 starts afresh."
+)
 WAIT_OBSERVERS: list[Callable[[str], None]] = []
 """Called before every wait for an answer, with a word for what is waited for."""
 

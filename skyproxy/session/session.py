@@ -39,7 +39,7 @@ from skyproxy.session.protection import Bring, OpenAnew, Protection
 from skyproxy.session.reading import ConnectionReader
 from skyproxy.session.reconnecting import Fresh, ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
-from skyproxy.session.requests import Requests
+from skyproxy.session.requests import AFTER_END, Requests
 from skyproxy.session.restoring import NewSession
 from skyproxy.session.transfers import UploadQueue
 from skyproxy.session.waiters import Waiter, Waiters
@@ -63,6 +63,7 @@ class Session(Requests):
         often: see `Housekeeping`; called on the session's own thread.
         at_end: called with the reason when the session is over.
         explain_end: how the worker's process ended, and the end of its log; None while it lives, or where nobody knows.
+        after_end: what the error for a lost session says of what comes next.
         protection: has another worker go on where this one ends; None where the session ends then.
         protecting: held by who begins a protection, or needs the one that there is for as long as something takes.
         open_anew: finds another worker; None where nobody can.
@@ -106,6 +107,7 @@ class Session(Requests):
         self._on_end = on_end
         self.at_end: list[Callable[[SessionLostError], object]] = []
         self.explain_end: Callable[[], tuple[str, str] | None] = lambda: None
+        self.after_end = AFTER_END
         offers = UploadDedup.agreed(welcome, settings)
         super().__init__(
             settings,
@@ -447,8 +449,7 @@ class Session(Requests):
             how, log = (None if self._closing else self.explain_end()) or ("", "")
             ended = SessionLostError(
                 f"{f'The worker is gone: {how}' if how else reason}. The tensors that lived there are gone; tensors on "
-                "the CPU are unharmed. skyproxy.connect(...) puts another session in its place, with the same sky:N; "
-                f"after skyproxy.reset() the next use of sky:0 starts afresh.{log}"
+                f"the CPU are unharmed. {self.after_end}{log}"
             )
             ended.process_ended = bool(how)
             self._ended = ended

@@ -58,6 +58,8 @@ def test_a_death_names_its_cause_and_the_end_of_the_log(
     for words in said:
         assert words in str(caught.value)
     assert "may still run" not in str(caught.value)
+    assert "The pool puts another process in its place" in str(caught.value)
+    assert "skyproxy.connect" not in str(caught.value)
     assert caught.value.process_ended
     assert pool.run(abs, -1) == 1, "another process took its place"
 
