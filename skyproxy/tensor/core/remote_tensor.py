@@ -105,10 +105,16 @@ def adopt(tensor: RemoteTensor, handle: Handle) -> None:
     meta = handle.meta
     with torch.inference_mode(tensor.is_inference()):
         fresh = make_tensor(meta, handle)
-    # PyTorch lets a tensor take over another's look only if their dispatch keys agree, these two bits included.
-    if tensor.is_conj() != meta.conjugate:
-        set_conjugate(tensor, meta.conjugate)
-    if tensor.is_neg() != meta.negative:
-        set_negative(tensor, meta.negative)
+    # PyTorch lets a tensor take over another's look only if their dispatch keys agree, these two bits included; and the
+    # first one is for complex numbers only, which the tensor may not have yet.
+    for each in (tensor, fresh):
+        if each.is_conj():
+            set_conjugate(each, False)
+        if each.is_neg():
+            set_negative(each, False)
     TensorBase.data.__set__(tensor, fresh)  # type: ignore[attr-defined]
+    if meta.conjugate:
+        set_conjugate(tensor, True)
+    if meta.negative:
+        set_negative(tensor, True)
     tensor._sky = handle

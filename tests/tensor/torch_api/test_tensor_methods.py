@@ -201,6 +201,13 @@ def test_data_can_be_a_conjugate_or_come_from_inference_mode(sky1: str) -> None:
     assert parameter.grad.shape == (2, 2)
 
 
+def test_data_of_real_numbers_can_become_a_conjugate(sky1: str) -> None:
+    for p in (torch.zeros(2, device=sky1), torch.zeros(2, dtype=torch.complex64, device=sky1).conj().imag):
+        p.data = torch.tensor([1j, 2j], device=sky1).conj()
+        assert (p.is_conj(), p.is_neg(), p.dtype) == (True, False, torch.complex64)
+        assert p.tolist() == [-1j, -2j]
+
+
 def test_metadata_can_change_in_place_in_inference_mode(sky1: str) -> None:
     x = torch.ones(2, 3, device=sky1)
     with torch.inference_mode():
