@@ -27,6 +27,7 @@ class ChaosProxy:
         self._budget: tuple[int, int] | None = None
         self._left = 0
         self._turns_away = False
+        self._piece_bytes = _PIECE_BYTES
         self.cuts = 0
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -56,6 +57,10 @@ class ChaosProxy:
         with self._lock:
             for flows in self._pairs.values():
                 flows.clear()
+
+    def drip(self, piece_bytes: int) -> None:
+        """Carry no more than so many bytes at a time from now on, each piece by itself."""
+        self._piece_bytes = piece_bytes
 
     def turn_away(self, turns_away: bool) -> None:
         """Close connections that come from now on; or carry them again."""
@@ -116,7 +121,7 @@ class ChaosProxy:
         budget: int | None,
     ) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(_PIECE_BYTES):
+            while data := source.recv(self._piece_bytes):
                 flows.wait()
                 if budget is not None:
                     budget -= len(data)

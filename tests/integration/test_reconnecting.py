@@ -97,6 +97,19 @@ def tls_worker(folder: Path, authority: trustme.CA) -> Iterator[tuple[int, str]]
         yield int(url.rpartition(":")[2]), token
 
 
+@pytest.mark.parametrize("piece_bytes", [61, 1449])
+def test_training_over_a_connection_that_drips_and_breaks_is_exact(
+    connect: Connect, served: tuple[int, str], piece_bytes: int
+) -> None:
+    with chaos_proxy(served[0], piece_bytes) as proxy, connect(proxy) as node:
+        expected = train(node.devices[0], steps=3)
+        proxy.drip(piece_bytes)
+        proxy.cut_after(1, 100_000, cuts=4)
+        proxy.cut()
+        check_same(expected, train(node.devices[0], steps=3))
+        assert proxy.cuts >= 2
+
+
 def test_training_over_tls_with_a_token_of_its_own(
     sky: str, lasting: None, tmp_path: Path, authority: trustme.CA
 ) -> None:
