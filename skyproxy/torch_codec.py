@@ -38,7 +38,7 @@ LAYOUT = "layout"
 MEMORY_FORMAT = "memory_format"
 DEVICE = "device"
 
-ALLOWED_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized"})
+ALLOWED_NAMESPACES = frozenset({"aten", "torchvision", "quantized"})
 """Namespaces whose ops a client records as they are; which of them a worker takes is up to the worker."""
 FORBIDDEN_OPS = frozenset(
     {

@@ -243,7 +243,9 @@ def _pdist_backward(grad: Tensor, self: Tensor, p: float, pdist: Tensor) -> Tens
 @_checks("segment_reduce", "_segment_reduce_backward")
 def _segments(given: dict[str, Any]) -> None:
     data, axis = given["data"], int(given.get("axis", 0))
-    require(0 <= axis < max(data.dim(), 1), f"the data have no dimension {axis}")
+    rank = max(data.dim(), 1)
+    require(-rank <= axis < rank, f"the data have no dimension {axis}")
+    axis %= rank
     count = data.shape[axis] if data.dim() else 1
     lengths, offsets = given.get("lengths"), given.get("offsets")
     for name, places in (("lengths", lengths), ("offsets", offsets)):

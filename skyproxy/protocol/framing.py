@@ -285,20 +285,37 @@ def split(view: memoryview, lengths: Iterable[int]) -> list[memoryview]:
     return pieces
 
 
-def _check_containers(layout: _Layout, header: Buffer) -> None:
-    """Each list costs a byte on the wire and sixty in memory, and the collector walks over all of them."""
+class _ContainerCounter:
+    """Counts lists and tables while a header is read, each as it is complete, and ends the reading at the bound."""
+
+    def __init__(self, layout: _Layout) -> None:
+        self.layout = layout
+        self.left = _MAX_CONTAINERS
+
+    def __call__(self, container: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise _error(self.layout, f"its header holds more than {_MAX_CONTAINERS:,} lists and tables")
+        return container
+
+
+def _counter_for(layout: _Layout, header: Buffer) -> _ContainerCounter | None:
+    """Return what counts the lists of a header that may have too many; None where it plainly has not.
+
+    Each list costs a byte on the wire and sixty in memory, and the collector walks over all of them.
+    """
     if len(header) <= _MAX_CONTAINERS:
-        return
-    # Bytes that begin a list or a table wherever one can begin: never fewer than there are, and far more in no message
-    # of ours. To count them exactly would cost what the bound is to save.
+        return None
+    # Bytes that begin a list or a table wherever one can begin: never fewer than there are. In a command with millions
+    # of slots, bytes of numbers look like them, too.
     if len(header) - len(bytes(header).translate(None, _CONTAINERS)) > _MAX_CONTAINERS:
-        raise _error(layout, f"its header may hold more than {_MAX_CONTAINERS:,} lists and tables")
+        return _ContainerCounter(layout)
+    return None
 
 
 def _unpack(layout: _Layout, header: Buffer) -> list[Any]:
     try:
-        _check_containers(layout, header)
-        values = unpack_plain(header, _MAX_LENGTH)
+        values = unpack_plain(header, _MAX_LENGTH, _counter_for(layout, header))
     except ProtocolError:
         raise
     except Exception as exc:  # msgpack's errors share no base class below Exception
@@ -318,12 +335,13 @@ def pack_complex(value: complex) -> bytes:
     return _COMPLEX.pack(value.real, value.imag)
 
 
-def unpack_plain(data: Buffer, max_length: int) -> object:
+def unpack_plain(data: Buffer, max_length: int, count: Callable[[Any], Any] | None = None) -> object:
     """Return the msgpack of a peer, or of a file, as plain values and complex numbers.
 
     Args:
         data: the bytes.
         max_length: the most items of one list or table.
+        count: is called with each list and table once it is read, and gives what stands for it.
 
     Raises:
         ProtocolError: it has an extension that is not known.
@@ -334,6 +352,8 @@ def unpack_plain(data: Buffer, max_length: int) -> object:
         max_array_len=max_length,
         max_map_len=max_length,
         ext_hook=_read_extension,
+        list_hook=count,
+        object_hook=count,
         # Timestamps cannot be switched off; as floats they at least bring no type of their own.
         timestamp=1,
         strict_map_key=False,

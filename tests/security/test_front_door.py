@@ -106,11 +106,21 @@ def test_a_thread_that_cannot_start_costs_one_connection(listener: Listener, mon
 # --- frames ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_frame_of_many_lists_is_refused_before_it_is_decoded() -> None:
-    stream: list[Any] = [[]] * 1_200_000
+@pytest.mark.parametrize("container", [[], {}, [{1: []}]], ids=["lists", "tables", "nested"])
+def test_a_frame_of_many_lists_is_refused(container: object) -> None:
+    stream: list[Any] = [container] * 1_200_000
     frame = b"".join(bytes(piece) for piece in framing.encode(Batch(Sequence(1), stream), FRAME))
     with pytest.raises(ProtocolError, match="lists and tables"):
         framing.decode(frame, FRAME)
+
+
+def test_a_frame_of_many_numbers_that_look_like_lists_is_read() -> None:
+    """As a command with more than a million results has them; such a command ended its session."""
+    slots = [0x90] * 1_200_000
+    frame = b"".join(bytes(piece) for piece in framing.encode(Batch(Sequence(1), [7, slots]), FRAME))
+    decoded = framing.decode(frame, FRAME)
+    assert isinstance(decoded, Batch)
+    assert decoded.stream == [7, slots]
 
 
 @pytest.mark.parametrize("kind", [b"\xdd", b"\xdf"], ids=["list", "table"])

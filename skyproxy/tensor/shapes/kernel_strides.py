@@ -283,7 +283,23 @@ def _rot90(a: Meta, k: int = 1, dims: Sequence[int] = (0, 1)) -> list[Strides]:
     return [tuple(stride)]
 
 
-@_corrects("native_group_norm channel_shuffle")
+@_corrects("roll")
+def _roll(a: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> list[Strides]:
+    """Along each dimension in turn, the kernel joins two parts, whose formats `cat` compares; without, it flattens."""
+    size, stride = a.size, a.stride
+    if not dims:
+        return [_ROW_MAJOR]
+    if 0 in size:
+        return [preserved_stride(size, stride)]
+    for shift, dim in zip(shifts, dims, strict=True):
+        first = shift % size[dim]
+        parts = [(*size[:dim], n, *size[dim % len(size) + 1 :]) for n in (first, size[dim] - first)]
+        alike = all(suggests_channels_last(part, stride) for part in parts)
+        stride = channels_last_stride(size) if alike else contiguous_stride(size)
+    return [stride]
+
+
+@_corrects("native_group_norm")
 def _in_suggested_format(a: Meta, *args: object) -> list[Strides]:
     return [suggested_stride(a.size, a.stride)]
 

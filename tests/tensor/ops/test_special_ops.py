@@ -365,3 +365,26 @@ def test_compressed_indices_are_checked_as_by_the_cpu(sky1: str) -> None:
     torch._validate_compressed_sparse_indices(True, rows.to(sky1), columns.to(sky1), 2, 2, 2)
     with pytest.raises(RuntimeError, match="crow_indices"):
         torch._validate_compressed_sparse_indices(True, (rows + 1).to(sky1), columns.to(sky1), 2, 2, 2)
+
+
+def test_references_in_python_and_their_primitives_work(sky1: str) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    _same(lambda a: (torch._refs.sum(a, 0), torch._refs.softmax(a, 1), torch._refs.add(a, a, alpha=2)), sky1, x)
+    _same(
+        lambda a: torch._prims.convert_element_type(torch._prims.broadcast_in_dim(a, (2, 2, 3), (1, 2)), torch.int64),
+        sky1,
+        x,
+    )
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_segments_count_from_either_end(axis: int, sky1: str) -> None:
+    lengths = torch.tensor([1, 3])
+
+    def reduce(data: torch.Tensor, lengths: torch.Tensor) -> Any:
+        data = data.clone().requires_grad_()
+        reduced = torch.segment_reduce(data, "mean", lengths=lengths, axis=axis)
+        reduced.sum().backward()
+        return reduced, data.grad
+
+    _same(reduce, sky1, torch.arange(4.0), lengths)

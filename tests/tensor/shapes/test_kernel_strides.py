@@ -139,3 +139,30 @@ def test_gradients_of_small_convolutions_of_channels_last_images_lie_as_on_the_c
     for ours, theirs in zip(gradients(sky), gradients("cpu"), strict=True):
         assert ours.stride() == theirs.stride()
         assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "channels-last"])
+@pytest.mark.parametrize(
+    "size", [(2, 3, 4, 5), (1, 2, 1, 4), (1, 4, 1, 3), (2, 3, 1, 1), (0, 3, 4, 4), (2, 3, 2, 2, 2)]
+)
+def test_images_that_are_rolled_or_shuffled_lie_as_on_the_cpu(size: tuple[int, ...], layout: str, sky1: str) -> None:
+    arrange = LAYOUTS.get(layout) or _to_channels_last
+    images = arrange(torch.arange(float(torch.Size(size).numel())).view(size))
+    sent = arrange(torch.arange(float(torch.Size(size).numel()), device=sky1).view(size))
+    for compute in (
+        *(lambda x, n=n, d=d: x.roll(n, d) for n in (0, 1, -1) for d in (0, 1, -1)),
+        lambda x: x.roll(1),
+        lambda x: x.roll((1, 2), (0, 1)),
+        lambda x: torch.nn.functional.channel_shuffle(x, 1),
+    ):
+        ours, theirs = compute(sent), compute(images)
+        assert ours.stride() == theirs.stride()
+        assert torch.equal(ours.cpu(), theirs)
+        assert (ours._base is None) == (theirs._base is None)
+        if sent.numel() and layout != "expanded":
+            shares = ours.data_ptr() == sent.data_ptr(), theirs.data_ptr() == images.data_ptr()
+            assert shares[0] == shares[1]
+
+
+def _to_channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
