@@ -292,7 +292,7 @@ class _ContainerCounter:
         self.layout = layout
         self.left = _MAX_CONTAINERS
 
-    def __call__(self, container: Any) -> Any:
+    def __call__(self, container: object) -> object:
         self.left -= 1
         if self.left < 0:
             raise _error(self.layout, f"its header holds more than {_MAX_CONTAINERS:,} lists and tables")
@@ -335,7 +335,7 @@ def pack_complex(value: complex) -> bytes:
     return _COMPLEX.pack(value.real, value.imag)
 
 
-def unpack_plain(data: Buffer, max_length: int, count: Callable[[Any], Any] | None = None) -> object:
+def unpack_plain(data: Buffer, max_length: int, count: Callable[[object], object] | None = None) -> object:
     """Return the msgpack of a peer, or of a file, as plain values and complex numbers.
 
     Args:

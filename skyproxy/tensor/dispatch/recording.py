@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from skyproxy import torch_codec
-from skyproxy.errors import ProtocolError
+from skyproxy.errors import LimitExceededError, ProtocolError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
@@ -35,6 +35,10 @@ _getframe = sys._getframe
 _Parameter = torch.nn.Parameter
 _HALVES = (torch.float16, torch.bfloat16)
 _record_lines = SETTINGS.record_lines
+_MANY_TENSORS = 50_000
+"""Operations that take and give more tensors than this begin a batch."""
+_MOST_TENSORS = 250_000
+"""Tensors that one operation takes and gives: three lists describe each, of the million in a message."""
 Templates = tuple[object, ...]
 Keywords = tuple[tuple[str, object], ...]
 
@@ -85,6 +89,10 @@ def run(call: BoundCall) -> Any:
     if entry is None:
         device.misses += 1
         entry = inference.infer(call)
+        if entry is not None and len(entry.made) + len(call.tensors) > _MANY_TENSORS:
+            if len(entry.made) + len(call.tensors) > _MOST_TENSORS:
+                return _run_in_parts(call, len(entry.made) + len(call.tensors))
+            device.recorder.flush()  # no two of these in one batch
         if entry is None:
             # What is written may be resized by values that no fake tensor has.
             return ask(call, key if call.info.asks_worker_for_shape and not call.info.writes else None)
@@ -103,6 +111,29 @@ def run(call: BoundCall) -> Any:
         settled, followed = entry, call
         return known_results.follow(followed, lambda: _finish(followed, settled, expected))
     return _finish(call, entry, expected)
+
+
+def _run_in_parts(call: BoundCall, count: int) -> list[RemoteTensor]:
+    """Divide the views of a very long tensor, which a loop over it makes, among several operations.
+
+    Raises:
+        LimitExceededError: it is another operation, which takes or gives more tensors than a message describes.
+    """
+    name = call.info.name
+    if name not in ("aten::unbind.int", "aten::split.Tensor"):
+        raise LimitExceededError(
+            f"{name} takes and gives {count:,} tensors here; one operation on a worker has at most {_MOST_TENSORS:,}. "
+            "Divide it into several."
+        )
+    tensor, *rest = call.args
+    length, dim = (1, *rest, 0)[:2] if name == "aten::unbind.int" else (*rest, 0)[:2]
+    step = length * 4 * _MANY_TENSORS
+    parts: list[RemoteTensor] = []
+    for start in range(0, tensor.size(dim), step):
+        window = (tensor, dim, start, min(start + step, tensor.size(dim)))
+        part = run(BoundCall(info_of(torch.ops.aten.slice.Tensor), window, {}))
+        parts += run(BoundCall(call.info, (part, *call.args[1:]), {}))
+    return parts
 
 
 def record_as(call: BoundCall, looks: Sequence[Meta | None]) -> list[RemoteTensor | None]:
@@ -143,12 +174,16 @@ def learn(
         kind = type(look)
         if kind is KnownMeta or (kind is list and KnownMeta in map(type, look)):
             return None
+    if any(type(look) is list and len(look) > _MANY_TENSORS for look in looks):
+        return None
     assert info.rule is not None
     found = info.rule(*looks, **named)
     if found is None:
         return None
     entry = Entry.of_rule(found)
-    if not (entry.simple or entry.several or entry.nothing or entry.listed is not None):
+    if len(entry.made) > _MANY_TENSORS or not (
+        entry.simple or entry.several or entry.nothing or entry.listed is not None
+    ):
         return None
     if entry.shares_first and _infers() != args[0].is_inference():
         return None

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
+from skyproxy.errors import LimitExceededError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.dispatch import hot_path
+from skyproxy.tensor.dispatch import hot_path, recording
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import info_of
 from tests.conformance.op_checks import settle
-from tests.conformance.twins import Twins
+from tests.conformance.twins import Twins, tree_differences
 
 EVERY = 10
 """One entry in so many of the operator database; the sweep over all of it takes minutes."""
@@ -154,3 +155,31 @@ def _taking_constants_otherwise(take: Any) -> Any:
         return template
 
     return taking
+
+
+def _loop_over(x: torch.Tensor) -> list[torch.Tensor]:
+    parts = [*x.unbind(0)]
+    parts[1].zero_()
+    pairs = x.split(2)
+    pairs[-1].fill_(7)
+    return [x, *parts[:3], *parts[-3:], *pairs[:2], *pairs[-2:], torch.tensor(len(parts) + len(pairs), device=x.device)]
+
+
+def test_views_of_a_long_tensor_are_divided_among_operations(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_MANY_TENSORS", 3)
+    monkeypatch.setattr(recording, "_MOST_TENSORS", 40)
+    for length in (39, 40, 61, 91):
+        rows = torch.arange(2.0 * length).view(length, 2)
+        assert tree_differences(_loop_over(rows.to(sky)), _loop_over(rows.clone())) == []
+    with pytest.raises(LimitExceededError, match="at most 40"):
+        torch.stack([torch.ones(2, device=sky)] * 41)
+    assert torch.ones(2, device=sky).sum().item() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_loop_over_many_elements_keeps_its_session(sky: str) -> None:
+    mask = torch.ones(400_000, dtype=torch.bool, device=sky)
+    parts = mask.unbind(0)
+    assert len(parts) == 400_000
+    assert parts[-1].item() is True
