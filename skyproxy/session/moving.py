@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from skyproxy.errors import ConfigurationError, SessionLostError, SkyproxyError
+from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError, SkyproxyError
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.opening import CheckWay, Opener, Renew
@@ -179,7 +179,17 @@ class _Carrier:
 
         Raises:
             SnapshotError: it cannot be read, or not be written there.
+            ConnectError: a connection that carries it broke, which is not the session's.
         """
+        try:
+            self._bring(name, number, sequence)
+        except SessionLostError as problem:
+            raise ConnectError(
+                f"the session was not moved, for a connection that carries its snapshot broke: {problem}. It goes on "
+                "where it was; try again"
+            ) from problem
+
+    def _bring(self, name: str, number: str, sequence: int) -> None:
         from skyproxy.session.snapshot_copies import WorkerCopies  # imported late: few programs move
 
         with WorkerCopies(self._target) as there:

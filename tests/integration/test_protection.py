@@ -15,6 +15,7 @@ import torch
 
 import skyproxy
 from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.session import snapshot_copies
 from skyproxy.snapshots import hashes
 from tests.integration import protected_programs as programs
 from tests.integration.programs import ROOT, port_in, start_worker, wait_for, worker
@@ -268,6 +269,23 @@ def test_a_session_leaves_an_embedded_worker_for_one_elsewhere(served: Served, s
 
 def _snapshots_in(folder: Path) -> set[Path]:
     return set(folder.rglob("snapshot-*.msgpack"))
+
+
+def test_a_move_whose_carrying_connection_breaks_says_so_and_changes_nothing(
+    node: skyproxy.Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = torch.full((3,), 2.0, device=node.devices[0])
+
+    def write(self: snapshot_copies.WorkerCopies, copy: object, name: str) -> None:
+        self._opened.operations.cut()
+        self._ask("list_snapshots", name)
+
+    monkeypatch.setattr(snapshot_copies.WorkerCopies, "write", write)
+    with worker(tmp_path, "--snapshots", str(tmp_path / "elsewhere")) as (url, token):
+        with pytest.raises(skyproxy.errors.ConnectError, match="was not moved"):
+            node.move_to(url, token=token)
+    total += 1
+    assert total.tolist() == [3, 3, 3]
 
 
 def test_a_session_that_cannot_move_goes_on_where_it_was(served: Served, node: skyproxy.Node, tmp_path: Path) -> None:
