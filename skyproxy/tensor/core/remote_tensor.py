@@ -73,10 +73,17 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
         if meta.negative:
             set_negative(tensor, True)
     else:
-        # Compressed layouts abort the process unless the class also answers for the layout itself.
+        # Compressed layouts abort the process unless the class also answers for the layout itself; and gradients of
+        # what is dense to PyTorch are copied into an empty one of its layout, which those have not: so none is dense.
         compressed = meta.layout is not torch.sparse_coo
         tensor = _make_wrapper(
-            RemoteTensor, meta.size, dtype=meta.dtype, layout=meta.layout, device=device, dispatch_layout=compressed
+            RemoteTensor,
+            meta.size,
+            (0,) * len(meta.size) if compressed else None,
+            dtype=meta.dtype,
+            layout=meta.layout,
+            device=device,
+            dispatch_layout=compressed,
         )
     # Not `tensor._sky = handle`: that would give the tensor a dict with room for thirty attributes.
     tensor.__dict__ = {"_sky": handle}

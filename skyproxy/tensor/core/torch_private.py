@@ -69,6 +69,9 @@ with explain_missing_names():
     count_dispatch_modes = torch._C._len_torch_dispatch_stack
     count_function_modes = torch._C._len_torch_function_stack
     function_transform_level = torch._C._functorch.maybe_current_level
+    is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+    is_gradient_wrapper = torch._C._functorch.is_gradtrackingtensor
+    unwrapped = torch._C._functorch.get_unwrapped
     _forward_ad = torch.autograd.forward_ad
     _forward_ad._current_level  # noqa: B018
 
@@ -98,6 +101,14 @@ def load_expression_printer() -> type[PythonPrinter]:
     with explain_missing_names():
         from torch.utils._sympy.printers import PythonPrinter
     return PythonPrinter
+
+
+def unwrap_gradients(value: Any) -> tuple[Any, int]:
+    """Return the tensor that transforms for gradients (`torch.func.grad`, `vjp`, `jvp`) have wrapped, and how often."""
+    count = 0
+    while is_gradient_wrapper(value):
+        value, count = unwrapped(value), count + 1
+    return value, count
 
 
 def is_plain_convolution(*arguments: object) -> bool:
@@ -136,6 +147,7 @@ __all__ = [
     "has_kernel",
     "is_forward_ad_active",
     "is_plain_convolution",
+    "is_transformed",
     "load_aot_autograd",
     "load_expression_printer",
     "make_wrapper_subclass",
@@ -148,4 +160,6 @@ __all__ = [
     "set_negative",
     "set_sparse_invariant_checks",
     "unset_fake_temporarily",
+    "unwrap_gradients",
+    "unwrapped",
 ]

@@ -25,7 +25,11 @@ from skyproxy.tensor.core.torch_private import (
     disable_current_modes,
     flash_attention_enabled,
     function_transform_level,
+    is_forward_ad_active,
+    is_transformed,
     math_attention_enabled,
+    unwrap_gradients,
+    unwrapped,
 )
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 from skyproxy.tensor.ops import cuda_attention
@@ -40,8 +44,8 @@ _NO_BACKEND = (
     "kernel and the fused kernels."
 )
 _MATH_ONLY = (
-    " sky devices compute attention in the math form inside function transforms. Allow it: "
-    "sdpa_kernel([..., SDPBackend.MATH])."
+    " sky devices compute attention in the math form where function transforms want tangents, second derivatives or a "
+    "mask's. Allow it: sdpa_kernel([..., SDPBackend.MATH])."
 )
 
 
@@ -75,7 +79,7 @@ def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Meta | None] | None:
     for t in tensors:
         if isinstance(t, RemoteTensor):
             looks.append(t._sky.meta)
-        elif isinstance(t, FakeTensor | FunctionalTensor):
+        elif isinstance(t, FakeTensor | FunctionalTensor) or is_transformed(t):
             numbers = [_hint(n) for n in (*t.shape, *t.stride())]
             if None in numbers:
                 return None
@@ -83,6 +87,22 @@ def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Meta | None] | None:
         else:
             return None
     return looks + [None] * (4 - len(looks))
+
+
+def _needs_formulas(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Tell whether function transforms want tangents, second derivatives or a mask's, which fused kernels have not."""
+    return (
+        is_forward_ad_active()
+        or any(unwrap_gradients(t)[1] > 1 or not _is_remote_below(t) for t in tensors)
+        or any(mask.requires_grad for mask in tensors[3:])
+    )
+
+
+def _is_remote_below(tensor: Any) -> bool:
+    """Tell whether it is a remote tensor that transforms have wrapped; while a graph is traced, it is a fake one."""
+    while is_transformed(tensor):
+        tensor = unwrapped(tensor)
+    return isinstance(tensor, RemoteTensor)
 
 
 def _hint(n: int | torch.SymInt) -> int:
@@ -116,7 +136,9 @@ def attention(
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    looks = _looks(tensors) if function_transform_level() is None else None
+    transformed = function_transform_level() is not None
+    needs_formulas = transformed and (device.row["type"] == "cuda" or _needs_formulas(tensors))
+    looks = None if needs_formulas else _looks(tensors)
     enabled = math_attention_enabled(), flash_attention_enabled()
     if looks is not None and device.row["type"] == "cuda":
         choice = cuda_attention.choose(device, tensors, looks, dropout_p, is_causal, enable_gqa, needs_grad)

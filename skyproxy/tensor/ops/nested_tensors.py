@@ -33,6 +33,7 @@ from skyproxy.tensor.core.torch_private import (
 from skyproxy.tensor.dispatch import recording
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements, info_of
+from skyproxy.tensor.ops.nested_copies import copy_nested
 from skyproxy.torch_codec import contiguous_stride
 
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
@@ -48,9 +49,11 @@ class RemoteNestedTensor(torch.Tensor):
     Attributes:
         held: a tensor of that look, whose slot holds the nested one. It is for recording only.
         component_sizes, component_strides, component_offsets: of each component, in the one buffer of all.
+        shares_memory: whether a part of it, or what it is a part of, has a history that autograd knows.
     """
 
     held: RemoteTensor
+    shares_memory = False
     component_sizes: Sizes
     component_strides: Sizes
     component_offsets: list[int]
@@ -160,11 +163,15 @@ class RemoteNestedTensor(torch.Tensor):
         if not differentiated:
             return _run(info, *pytree.tree_unflatten(leaves, spec))
         if info.writes:
-            raise UnsupportedOpError(
-                f"{info.name}: strided nested tensors of a worker that require gradients are not changed in place. "
-                "Use the form without a trailing underscore"
-            )
-        flat = _Differentiated.apply(info, spec, *leaves)  # type: ignore[no-untyped-call]
+            return _change(info, spec, leaves)
+        if _gives_parts(info):
+            for leaf in leaves:
+                if type(leaf) is RemoteNestedTensor:
+                    leaf.shares_memory = True
+        flat = _Differentiated.apply(info, spec, None, *leaves)  # type: ignore[no-untyped-call]
+        if _gives_parts(info):
+            for part in flat:
+                part.shares_memory = True
         return flat[0] if len(flat) == 1 and not _gives_list(info) else flat
 
 
@@ -196,6 +203,7 @@ _NO_OPERATIONS = frozenset(
     }
 )
 """Functions and attributes that are about autograd, or about a tensor as such."""
+_OVERWRITES = frozenset({"aten::zero_", "aten::fill_.Scalar", "aten::copy_"})
 _WITHOUT_GRADIENTS = frozenset({"aten::detach", "aten::zeros_like", "aten::ones_like", "aten::empty_like"})
 
 
@@ -212,6 +220,11 @@ def _wrap(held: RemoteTensor, sizes: Sizes, strides: Sizes, offsets: list[int]) 
 
 def _rebuild(components: list[torch.Tensor], requires_grad: bool) -> torch.Tensor:
     return torch.nested.nested_tensor(components, device=components[0].device, requires_grad=requires_grad)
+
+
+def _gives_parts(info: OpInfo) -> bool:
+    """Tell whether the results of an op that changes nothing share the memory of its argument."""
+    return any(result.alias_info is not None for result in info.func._schema.returns)
 
 
 def _gives_list(info: OpInfo) -> bool:
@@ -257,11 +270,78 @@ def _run(
     return nested.get(id(results), results)
 
 
-class _Differentiated(torch.autograd.Function):
-    """An op whose graph the worker keeps."""
+def _change(info: OpInfo, spec: pytree.TreeSpec, leaves: list[Any]) -> object:
+    """Differentiate an op that changes its first argument: by the one that gives a fresh result, and a copy of that.
+
+    Raises:
+        UnsupportedOpError: if there is no such op, or if another tensor with a history shares the memory.
+    """
+    changed, pure = leaves[0], _pure_form(info)
+    if pure is None and info.name not in _OVERWRITES:
+        raise UnsupportedOpError(
+            f"{info.name}: strided nested tensors of a worker that require gradients are not changed in place by this "
+            "operation. Use the form without a trailing underscore"
+        )
+    if type(changed) is not RemoteNestedTensor or changed.shares_memory:
+        raise UnsupportedOpError(
+            f"{info.name}: what shares its memory with a part of a strided nested tensor of a worker is not changed in "
+            "place while gradients are wanted. Use the form without a trailing underscore"
+        )
+    if pure is None:
+        _Overwritten.apply(info, spec, *leaves)  # type: ignore[no-untyped-call]
+    else:
+        _Differentiated.apply(pure, spec, changed, *leaves)  # type: ignore[no-untyped-call]
+    return changed
+
+
+def _pure_form(info: OpInfo) -> OpInfo | None:
+    """Return the op that gives as a result of its own what another one makes of its first argument, if there is one."""
+    schema = info.func._schema
+    packet = getattr(aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
+    if info.name in _OVERWRITES or not schema.name.endswith("_") or info.writes != (info.names[0],):
+        return None
+    forms = [getattr(packet, name) for name in (packet.overloads() if packet is not None else [])]
+    taken = [(a.name, str(a.type), a.kwarg_only) for a in schema.arguments]
+    same = (f for f in forms if [(a.name, str(a.type), a.kwarg_only) for a in f._schema.arguments] == taken)
+    return next((info_of(form) for form in same if not info_of(form).writes), None)
+
+
+class _Overwritten(torch.autograd.Function):
+    """An op that fills a tensor, which is nothing afterwards that depends on what it was."""
 
     @staticmethod
-    def forward(ctx: Any, info: OpInfo, spec: pytree.TreeSpec, *leaves: object) -> tuple[object, ...]:
+    def forward(ctx: Any, info: OpInfo, spec: pytree.TreeSpec, changed: RemoteNestedTensor, *rest: Any) -> object:
+        args, kwargs = pytree.tree_unflatten([changed, *rest], spec)
+        source = rest[0] if rest and isinstance(rest[0], torch.Tensor) else None
+        if source is not None and (type(source) is not RemoteNestedTensor or source.dtype is not changed.dtype):
+            raise UnsupportedOpError(
+                f"{info.name}: a nested tensor of a worker that requires gradients takes values of its own dtype and "
+                "device only. Convert the source first"
+            )
+        _run(info, args, kwargs)
+        ctx.count, ctx.has_source = len(rest), source is not None
+        ctx.mark_dirty(changed)
+        return changed
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, ...]:
+        rest: list[object] = [None] * ctx.count
+        if ctx.has_source:
+            rest[0] = gradient
+        return None, None, torch.zeros_like(gradient), *rest
+
+
+class _Differentiated(torch.autograd.Function):
+    """An op whose graph the worker keeps.
+
+    Where a tensor is given to be changed, the op's result is copied into it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, info: OpInfo, spec: pytree.TreeSpec, changed: RemoteNestedTensor | None, *leaves: object
+    ) -> tuple[object, ...]:
         graph: list[Any] = []
         args, kwargs = pytree.tree_unflatten(list(leaves), spec)
         results = _run(info, args, kwargs, graph)
@@ -271,6 +351,10 @@ class _Differentiated(torch.autograd.Function):
         # A tensor that occurs several times has one gradient.
         ctx.places = [places.pop(id(leaf), None) for leaf in leaves]
         ctx.set_materialize_grads(False)
+        if changed is not None:
+            _run(info_of(aten.copy_.default), (changed, *flat), {})
+            ctx.mark_dirty(changed)
+            return (changed,)
         ctx.mark_non_differentiable(
             *(t for t in flat if isinstance(t, torch.Tensor) and not (t.is_floating_point() or t.is_complex()))
         )
@@ -279,8 +363,8 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[object, ...]:
-        wanted = [i for i, place in enumerate(ctx.places) if place is not None and ctx.needs_input_grad[i + 2]]
-        found: list[object] = [None] * (len(ctx.places) + 2)
+        wanted = [i for i, place in enumerate(ctx.places) if place is not None and ctx.needs_input_grad[i + 3]]
+        found: list[object] = [None] * (len(ctx.places) + 3)
         if wanted and any(gradient is not None for gradient in gradients):
             session, device = ctx.graph.device.session, ctx.graph.device
             slots = [0 if g is None else getattr(g, "held", g)._sky.slot for g in gradients]
@@ -289,49 +373,11 @@ class _Differentiated(torch.autograd.Function):
             session.call("differentiate", ctx.graph.slot, slots, places, [handle.slot for handle in made])
             rows = session.describe("gradients", [handle.slot for handle in made], [])
             for i, handle, row in zip(wanted, made, rows, strict=True):
-                found[i + 2] = recording.wrap_answer(handle, row)
+                found[i + 3] = recording.wrap_answer(handle, row)
         return tuple(found)
 
 
-# --- what is known here, and what moves ------------------------------------------------------------------------------
-
-
-def _to_copy(
-    x: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | int | None = None,
-    **options: object,
-) -> object:
-    """Another dtype, or another device."""
-    device = torch.device(device) if device is not None else x.device
-    if device.type == x.device.type == "sky" and device.index in (None, x.device.index):
-        return _move(x, lambda t: t.to(dtype, copy=True) if dtype is not None else t.clone(), x.device)
-    return _move(x, lambda t: t.to(device, dtype if dtype is not None else t.dtype), device)
-
-
-def _move(x: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> object:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Moved.apply(x, move, device)  # type: ignore[no-untyped-call]
-    return _nest_components([move(t) for t in x.detach().unbind()], device)
-
-
-def _nest_components(components: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.nested.nested_tensor(components, device=device)
-
-
-class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-    ) -> torch.Tensor:
-        ctx.before = x.device, x.dtype
-        return _nest_components([move(t) for t in x.detach().unbind()], device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[object, None, None]:
-        device, dtype = ctx.before
-        return _nest_components([t.to(device, dtype) for t in gradient.unbind()], device), None, None
+# --- what is known here ----------------------------------------------------------------------------------------------
 
 
 def _numbers(rows: object) -> torch.Tensor:
@@ -342,7 +388,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "aten::_nested_tensor_size": lambda x: _numbers(x.component_sizes),
     "aten::_nested_tensor_strides": lambda x: _numbers(x.component_strides),
     "aten::_nested_tensor_storage_offsets": lambda x: _numbers(x.component_offsets),
-    "aten::_to_copy": _to_copy,
+    "aten::_to_copy": copy_nested,
     "aten::is_same_size": lambda x, other: (
         getattr(x, "component_sizes", None) == getattr(other, "component_sizes", None)
     ),

@@ -23,7 +23,9 @@ from skyproxy.tensor.core.torch_private import (
     TorchDispatchMode,
     disable_current_modes,
     function_transform_level,
+    is_forward_ad_active,
     mkldnn_enabled,
+    unwrap_gradients,
 )
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 from skyproxy.torch_codec import DTYPE_NAMES
@@ -197,11 +199,12 @@ def _takes_onednn(sequence: Tensor, hiddens: list[Tensor]) -> bool:
     that its processor has instructions for.
     """
     plain = hiddens[0].size(-1) == hiddens[1].size(-1) and sequence.numel() > 0
-    if not plain or not mkldnn_enabled():
+    if not plain or not mkldnn_enabled() or is_forward_ad_active():  # oneDNN's way has no tangents
         return False
     if sequence.dtype is torch.float16 and torch.is_grad_enabled():
         return False
-    return DTYPE_NAMES.get(sequence.dtype) in sequence._sky.device.row.get("onednn_lstm", ())  # type: ignore[attr-defined]
+    inner = unwrap_gradients(sequence)[0]
+    return DTYPE_NAMES.get(sequence.dtype) in inner._sky.device.row.get("onednn_lstm", ())
 
 
 class _RecordOneDNNCalls(TorchDispatchMode):
@@ -232,10 +235,20 @@ def _weights(given: Sequence[Tensor], has_biases: bool) -> list[Tensor | None]:
     return [given[0], given[1], *biases, given[count] if len(given) > count else None]
 
 
+def _is_computed_here(values: Tensor, hx: Any, params: Sequence[Tensor | None]) -> bool:
+    """Tell whether tensors are those of a worker's CPU, as they are or under transforms for gradients."""
+    inner = unwrap_gradients(values)[0]
+    if type(inner) is not RemoteTensor or inner._sky.device.place[0] != "cpu":
+        return False
+    if function_transform_level() is None:
+        return True
+    others = (*(hx if isinstance(hx, list | tuple) else [hx]), *params)
+    return all(other is None or type(unwrap_gradients(other)[0]) is RemoteTensor for other in others)
+
+
 def _kernel(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:
     def kernel(sequence: Tensor, hx: Any, params: Sequence[Tensor], *options: Any, **named: Any) -> object:
-        plain = function_transform_level() is None
-        if not plain or not isinstance(sequence, RemoteTensor) or sequence._sky.device.place[0] != "cpu":
+        if not _is_computed_here(sequence, hx, params):
             return overload.decompose(sequence, hx, params, *options, **named)
         return _network(cell, sequence, list(hx) if several else [hx], params, *options, **named)
 
@@ -244,8 +257,7 @@ def _kernel(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., ob
 
 def _packed_kernel(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:
     def kernel(rows: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> object:
-        plain = function_transform_level() is None and batch_sizes.device.type == "cpu"
-        if not plain or not isinstance(rows, RemoteTensor) or rows._sky.device.place[0] != "cpu":
+        if batch_sizes.device.type != "cpu" or not _is_computed_here(rows, hx, params):
             return overload.decompose(rows, batch_sizes, hx, params, *options)
         sizes, hiddens = batch_sizes.tolist(), list(hx) if several else [hx]
         gapless = cell is _lstm_cell and sizes[0] == sizes[-1] and _takes_onednn(rows, hiddens)
@@ -269,8 +281,7 @@ def _single_step(overload: OpOverload, cell: Cell, several: bool) -> Callable[..
     """Compute one step, as `nn.LSTMCell` and `nn.GRUCell` ask for it."""
 
     def kernel(step: Tensor, hx: Any, *weights: Tensor | None) -> object:
-        plain = function_transform_level() is None
-        if not plain or not isinstance(step, RemoteTensor) or step._sky.device.place[0] != "cpu":
+        if not _is_computed_here(step, hx, weights):
             return overload.decompose(step, hx, *weights)
         w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
         assert w_ih is not None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 SHAPES = [(5, 8), (3, 5, 8), (1, 5, 8), (2, 3, 5, 8), (2, 2, 3, 5, 8)]
@@ -37,6 +40,73 @@ def test_any_number_of_dimensions_gives_the_bits_of_the_cpu(
     for ours, theirs in zip(attend(sky1, shape, mask, gradients), attend("cpu", shape, mask, gradients), strict=True):
         assert torch.equal(ours.cpu(), theirs)
         assert ours.stride() == theirs.stride()
+
+
+Attention = Callable[..., torch.Tensor]
+
+
+def loss(attention: Attention) -> Callable[..., torch.Tensor]:
+    return lambda *inputs: attention(*inputs).square().sum()
+
+
+def pullback(attention: Attention, *inputs: torch.Tensor) -> list[Any]:
+    value, pull = vjp(attention, *inputs)
+    return [value, *pull(value)]
+
+
+DERIVATIVES: dict[str, Callable[..., Any]] = {
+    "grad": lambda attention, q, k, v: grad(loss(attention), (0, 1, 2))(q, k, v),
+    "vjp": pullback,
+    "jacrev": lambda attention, q, k, v: [jacrev(attention)(q, k, v)],
+    "gradients of samples": lambda attention, q, k, v: vmap(
+        grad(loss(lambda *one: attention(*(t[None] for t in one))), (0, 1, 2))
+    )(q, k, v),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize("mask", ["none", "bool", "numbers", "causal"])
+def test_function_transforms_give_the_bits_of_the_cpu(mask: str, name: str, sky1: str) -> None:
+    def run(device: str) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(2, 3, 5, 8, generator=generator).to(device) for _ in range(3)]
+        options: dict[str, Any] = {"is_causal": True} if mask == "causal" else {}
+        if mask in ("bool", "numbers"):
+            numbers = torch.randn(5, 5, generator=generator).to(device)
+            options = {"attn_mask": numbers if mask == "numbers" else numbers > -1}
+        return DERIVATIVES[name](lambda *qkv: scaled_dot_product_attention(*qkv, **options), *inputs)
+
+    for ours, theirs in zip(run(sky1), run("cpu"), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_transform_is_compiled(dynamic: bool, sky1: str) -> None:
+    gradient = grad(loss(lambda x: scaled_dot_product_attention(x, x, x)))
+    x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(gradient, backend="aot_eager", dynamic=dynamic)
+    torch.testing.assert_close(compiled(x.to(sky1)).cpu(), gradient(x))
+
+
+FORMULAS: dict[str, Callable[..., Any]] = {
+    "tangents": lambda attention, x, m: jvp(lambda y: attention(y, y, y, m), (x,), (x,))[1],
+    "second derivatives": lambda attention, x, m: grad(loss(grad(loss(lambda y: attention(y, x, x, m)))))(x),
+    "the hessian": lambda attention, x, m: hessian(loss(lambda y: attention(y, x, x, m)))(x),
+    "gradients of a mask": lambda attention, x, m: grad(loss(lambda y: attention(x, x, x, y)))(m),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_what_fused_kernels_lack_comes_from_the_math_form(name: str, sky1: str) -> None:
+    def run(device: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        x, mask = (torch.randn(size, generator=generator).to(device) for size in ((1, 2, 5, 4), (5, 5)))
+        result: torch.Tensor = FORMULAS[name](scaled_dot_product_attention, x, mask)
+        return result.cpu()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = run("cpu")
+    torch.testing.assert_close(run(sky1), expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{len(shape)}d")

@@ -211,9 +211,56 @@ def test_what_the_cpu_refuses_is_refused_in_its_words(wrong: Callable[[Any], Any
     assert (torch.ones(2, device=sky1) + 1).tolist() == [2, 2]
 
 
-def test_changing_what_requires_gradients_names_the_way_out(sky1: str) -> None:
-    x = make(torch.strided, sky1, requires_grad=True) * 2
-    with pytest.raises(UnsupportedOpError, match="Use the form without a trailing underscore"):
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu_": lambda x: x.relu_(),
+    "gelu_": lambda x: torch.ops.aten.gelu_(x),
+    "silu_": lambda x: F.silu(x, inplace=True),
+    "neg_": lambda x: x.neg_(),
+    "abs_": lambda x: x.abs_(),
+    "mul_": lambda x: x.mul_(2.5),
+    "add_ of a number": lambda x: x.add_(1.0),
+    "add_": lambda x: x.add_(x.detach() * 0.5),
+    "zero_": lambda x: x.zero_(),
+    "fill_": lambda x: x.fill_(2.0),
+    "copy_": lambda x: x.copy_(x.detach() * 3),
+    "copy_ of what requires gradients": lambda x: x.detach().clone().requires_grad_().mul(1).copy_(x * 3),
+    "one after the other": lambda x: x.mul_(3).add_(1.0).neg_(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_in_place_has_the_gradients_of_the_cpu(name: str, sky1: str) -> None:
+    def run(place: str) -> list[Any]:
+        x = make(torch.strided, place, requires_grad=True)
+        y = x * 1.5
+        changed = CHANGES[name](y)
+        assert changed is y or "copy_ of" in name
+        (changed * 2).to_padded_tensor(0.0).square().sum().backward()
+        assert x.grad is not None
+        return [changed.requires_grad, list(changed.detach().unbind()), list(x.grad.unbind())]
+
+    assert_same(run(sky1), run("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: (x.transpose(1, 2), x.relu_()), "shares its memory with a part"),
+        (lambda x: x.transpose(1, 2).relu_(), "shares its memory with a part"),
+        (lambda x: F.dropout(x, 0.5, inplace=True), "not changed in place by this operation"),
+        (lambda x: x.copy_(x.detach().double()), "of its own dtype"),
+    ],
+)
+def test_changing_what_requires_gradients_names_the_way_out(
+    change: Callable[[Any], Any], message: str, sky1: str
+) -> None:
+    with pytest.raises(UnsupportedOpError, match=message):
+        change(make(torch.strided, sky1, requires_grad=True) * 2)
+
+
+def test_a_leaf_that_requires_gradients_is_not_changed(sky1: str) -> None:
+    x = make(torch.strided, sky1, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         x.relu_()
 
 

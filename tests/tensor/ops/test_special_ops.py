@@ -145,6 +145,21 @@ def test_sparse_layouts_go_there_and_back(name: str, sky1: str) -> None:
         assert torch.equal((remote * 2).to_dense().cpu(), dense * 2)
 
 
+@pytest.mark.parametrize("name", ["coo", "csr", "csc"])
+def test_sparse_leaves_get_gradients_of_the_cpu_s_layout(name: str, sky1: str) -> None:
+    dense = torch.tensor([[0.0, 1, 0, 2], [0, 0, 3, 0]])
+
+    def compute(device: str) -> Any:
+        leaf = LAYOUTS[name](dense.to(device)).requires_grad_()
+        for _ in range(2):  # the second gradient is added to the first
+            (leaf @ torch.arange(8.0).view(4, 2).to(device)).square().sum().backward()
+        return leaf.grad.layout, leaf.grad.to_dense()
+
+    (ours, found), (theirs, expected) = compute(sky1), compute("cpu")
+    assert ours is theirs
+    assert torch.equal(found.cpu(), expected)
+
+
 @pytest.mark.parametrize("name", ["coo", "csr"])
 def test_sparse_matrices_multiply_and_pass_gradients(name: str, sky1: str) -> None:
     dense = torch.tensor([[0.0, 1, 0, 2], [0, 0, 3, 0]])

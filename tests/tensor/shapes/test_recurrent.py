@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp, vjp
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils import _pytree as pytree
 
 from skyproxy.tensor.core.metadata import Meta, meta_of
 from skyproxy.tensor.dispatch import inference
@@ -212,3 +216,51 @@ def test_networks_wait_for_nothing_once_their_shapes_were_seen(mode: Any, kind: 
         before = torch.sky.stats()["round_trips"]
         network(x)
     assert torch.sky.stats()["round_trips"] == before
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda call, weights, x: grad(lambda w: call(w, x).square().sum())(weights),
+    "vjp": lambda call, weights, x: vjp(lambda y: call(weights, y), x)[1](call(weights, x)),
+    "jacrev": lambda call, weights, x: jacrev(lambda y: call(weights, y))(x),
+    "second derivatives": lambda call, weights, x: grad(
+        lambda y: grad(lambda z: call(weights, z).square().sum())(y).square().sum()
+    )(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell])
+def test_function_transforms_give_the_bits_of_the_cpu(kind: Any, name: str, sky: str) -> None:
+    torch.manual_seed(0)
+    here = kind(4, 5)
+    there = copy.deepcopy(here).to(sky)
+    x = torch.randn(2, 4) if "Cell" in kind.__name__ else torch.randn(3, 2, 4)
+
+    def run(module: nn.Module, device: str) -> list[torch.Tensor]:
+        def call(weights: Any, y: torch.Tensor) -> torch.Tensor:
+            found = functional_call(module, weights, (y,))
+            return found[0] if isinstance(found, tuple) else found
+
+        weights = {key: value.detach() for key, value in module.named_parameters()}
+        leaves: list[torch.Tensor] = pytree.tree_leaves(TRANSFORMS[name](call, weights, x.to(device)))
+        return leaves
+
+    for ours, theirs in zip(run(there, sky), run(here, "cpu"), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell])
+def test_recurrent_networks_have_tangents(kind: Any, sky: str) -> None:
+    torch.manual_seed(0)
+    here = kind(4, 5).double()
+    there = copy.deepcopy(here).to(sky)
+    x = torch.randn((2, 4) if "Cell" in kind.__name__ else (3, 2, 4), dtype=torch.float64)
+
+    def last(y: torch.Tensor) -> torch.Tensor:
+        found = there(y)
+        return found[0] if isinstance(found, tuple) else found
+
+    _, tangent = jvp(last, (x.to(sky),), (x.to(sky),))
+    step = 1e-6
+    difference = (last((x * (1 + step)).to(sky)) - last((x * (1 - step)).to(sky))) / (2 * step)
+    torch.testing.assert_close(tangent, difference, rtol=1e-6, atol=1e-8)
