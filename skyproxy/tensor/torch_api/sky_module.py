@@ -12,6 +12,7 @@ import torch
 from skyproxy.session.backlog import Backlog
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
+from skyproxy.tensor.core.generators import as_seed
 
 DeviceLike = torch.device | str | int | None
 
@@ -262,8 +263,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def _seed(chosen: SkyDevice, seed: int) -> None:
-    seed = int(seed)
-    chosen.session.do("manual_seed", chosen.place, seed if seed < 1 << 63 else seed - (1 << 64))
+    chosen.session.do("manual_seed", chosen.place, as_seed(seed))
 
 
 def seed() -> None:

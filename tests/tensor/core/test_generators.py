@@ -140,3 +140,11 @@ def test_a_sampler_of_a_data_loader_keeps_its_own_generator(sky1: str) -> None:
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
     order = torch.cat([batch[0] for batch in loader])
     assert sorted(order.tolist()) == list(range(8))
+
+
+@pytest.mark.parametrize("seed", [-(1 << 63) - 1, 1 << 64])
+def test_a_seed_of_more_than_64_bits_is_refused_and_the_session_lives_on(sky: str, seed: int) -> None:
+    for manual_seed in (torch.manual_seed, torch.sky.manual_seed):  # type: ignore[attr-defined]
+        with pytest.raises((RuntimeError, ValueError), match="Overflow when unpacking"):
+            manual_seed(seed)
+    assert torch.ones(2, device=sky).sum().item() == 2
