@@ -187,6 +187,9 @@ _ANSWERS_DEPEND_ON_VALUES = frozenset({"aten::is_set_to", "aten::_nested_tensor_
 _FILLS_EMPTY = frozenset({"aten::_fused_moving_avg_obs_fq_helper"})
 """Ops that give tensors which they write a size, where those have none yet: observers of each channel."""
 
+_MASKED = frozenset({"aten::native_batch_norm_backward", "aten::batch_norm_backward"})
+"""Ops whose fake kernels give a gradient also where `output_mask` says that nobody wants it."""
+
 _HALF_COMPLEX = frozenset({torch.complex32, getattr(torch, "bcomplex32", torch.complex32)})
 
 
@@ -368,6 +371,8 @@ def _entry_of(call: BoundCall, result: object, fakes: list[torch.Tensor]) -> Ent
         results = ()
     if len(results) != len(returns):
         return None
+    if call.info.name in _MASKED:
+        results = tuple(item if wanted else None for item, wanted in zip(results, call.argument("output_mask")))
     storages = {fake.untyped_storage()._cdata: i for i, fake in reversed(list(enumerate(fakes)))}
     outputs = [_output_of(item, name, fakes, storages) for item, name in zip(results, returns, strict=True)]
     if any(output is None for output in outputs) or _halves_complex_numbers(outputs, fakes):

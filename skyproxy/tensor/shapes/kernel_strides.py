@@ -129,7 +129,8 @@ def _copy(a: Meta, *args: object, memory_format: torch.memory_format | None = No
     "linalg_vector_norm var.correction std.correction norm.ScalarOpt_dim mvlgamma log_sigmoid_forward "
     "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index "
     "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor pow.Scalar index_add index_copy huber_loss_backward "
-    "isin.Tensor_Tensor isin.Tensor_Scalar "
+    "isin.Tensor_Tensor isin.Tensor_Scalar grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d "
+    "grid_sampler_3d_backward "
     "smooth_l1_loss_backward mse_loss_backward native_layer_norm native_layer_norm_backward col2im renorm tril triu "
     "softmax.int log_softmax.int nll_loss2d_forward"
 )
@@ -253,6 +254,17 @@ def _stride_of(found: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Strides
     return None if found is None else found[1]
 
 
+@_corrects("mse_loss smooth_l1_loss")
+def _elementwise_loss(a: Meta, target: Meta, reduction: int = 1, *args: object) -> list[Strides]:
+    return _iteration_strides(a, target) if reduction == 0 else [_ROW_MAJOR]
+
+
+@_corrects("soft_margin_loss")
+def _soft_margin_loss(a: Meta, target: Meta, reduction: int = 1) -> list[Strides]:
+    """Negated first, then changed in place."""
+    return [_stride_of(elementwise([a])) if reduction == 0 else _ROW_MAJOR]
+
+
 @_corrects("binary_cross_entropy huber_loss")
 def _loss_like_first(a: Meta, target: Meta, *args: object, reduction: int | None = None) -> list[Strides]:
     if reduction is None:
@@ -302,6 +314,15 @@ def _roll(a: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> list[Stri
 @_corrects("native_group_norm")
 def _in_suggested_format(a: Meta, *args: object) -> list[Strides]:
     return [suggested_stride(a.size, a.stride)]
+
+
+@_corrects(
+    "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d upsample_nearest3d "
+    "_upsample_nearest_exact3d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+)
+def _resampling(a: Meta, area: Sequence[int], *args: object, **kwargs: object) -> list[Strides]:
+    size = (*a.size[:2], *area)
+    return [channels_last_stride(size) if suggests_channels_last(a.size, a.stride) else _ROW_MAJOR]
 
 
 @_corrects("reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d")

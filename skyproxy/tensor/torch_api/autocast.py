@@ -15,7 +15,10 @@ import torch
 from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy.tensor.core.torch_private import DispatchKeySet, OpOverload
+from skyproxy.tensor.core.torch_private import DispatchKey, DispatchKeySet, OpOverload, has_kernel
+from skyproxy.tensor.dispatch.binding import BoundCall
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements
+from skyproxy.tensor.dispatch.recording import run
 
 # One string a list, not a list of strings: so a line can be held against PyTorch's own.
 # ruff: noqa: SIM905
@@ -72,6 +75,10 @@ soft_margin_loss stft stft.center svd trace triangular_solve triplet_margin_loss
 """.split()
 PROMOTE_ON_CPU = "cat index_copy stack".split()
 
+CAST_INSIDE = "affine_grid_generator _trilinear _transformer_encoder_layer_fwd".split()
+"""Ops whose kernels, which are the same for every device, call ops of these lists."""
+_KERNELS_OF_OPS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CPU")
+
 _KEY = "AutocastPrivateUse1"
 _dispatch_key = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 _after = torch._C._dispatch_keyset_full_after(_dispatch_key)
@@ -88,6 +95,15 @@ class _Cache(threading.local):
 
 
 _cache = _Cache()
+
+
+class _Region(threading.local):
+    """A mark of the thread: an op of `CAST_INSIDE` is on its way to its kernel, where autocast looks switched off."""
+
+    entered = False
+
+
+_region = _Region()
 
 
 def _is_eligible(value: object) -> bool:
@@ -210,6 +226,35 @@ def _promote(op: OpOverload) -> Callable[..., object]:
     return kernel
 
 
+def _entering(op: OpOverload) -> Callable[..., object]:
+    def kernel(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
+        before, _region.entered = _region.entered, True
+        try:
+            return op.redispatch(keys & _after, *args, **kwargs)
+        finally:
+            _region.entered = before
+
+    return kernel
+
+
+@implements(*(f"aten::{name}" for name in CAST_INSIDE))
+def _divide(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Run PyTorch's kernel here under autocast: it consists of ops that come back to us, each with its casts.
+
+    A worker would run all of it in full precision.
+    """
+    # A key without a kernel of its own would be a crash, not an error.
+    key = next((name for name in _KERNELS_OF_OPS if has_kernel(info.name, name)), None)
+    if key is None or not _region.entered:
+        return run(BoundCall(info, args, kwargs))
+    _region.entered = False
+    try:
+        with torch.autocast("sky", torch.get_autocast_dtype("sky"), cache_enabled=torch.is_autocast_cache_enabled()):
+            return func._op_dk(getattr(DispatchKey, key), *args, **kwargs)
+    finally:
+        _region.entered = True
+
+
 def _refuse(*args: object, **kwargs: object) -> object:
     raise RuntimeError(
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
@@ -278,6 +323,8 @@ def install() -> None:
     for name in {**on_cuda, **on_cpu}:
         kernel = _kernel_for_worker(_overload(name), on_cuda.get(name), on_cpu.get(name))
         library.impl(name, kernel, _KEY, with_keyset=True)
+    for name in CAST_INSIDE:
+        library.impl(name, _entering(_overload(name)), _KEY, with_keyset=True)
     patching.registered(
         "kernels of `aten` for autocast of the device",
         lambda: [made._destroy() for made in (others, library)],

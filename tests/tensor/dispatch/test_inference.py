@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -152,3 +153,59 @@ def test_numbers_that_a_choice_makes_tensors_of_take_the_short_way(sky1: str) ->
     assert torch.sky.stats()["cache_hits"] - before >= 2
     assert type(torch.scalar_tensor(0.0, device=sky1)._sky.meta) is Meta
     assert torch.equal(result.cpu(), torch.where(condition.cpu(), x.cpu(), 0.0))
+
+
+def _norm_backward(kind: str, x: torch.Tensor, mask: list[bool]) -> Any:
+    aten, weight = torch.ops.aten, torch.ones(4, device=x.device)
+    if kind == "batch":
+        mean, spread = x.mean((0, 2, 3)), x.std((0, 2, 3))
+        return aten.native_batch_norm_backward(x, x, weight, mean, spread, mean, spread, True, 1e-5, mask)
+    if kind == "batch in evaluation":
+        return aten.native_batch_norm_backward(x, x, weight, weight, weight, weight[:0], weight[:0], False, 1e-5, mask)
+    if kind == "group":
+        mean = x.reshape(2, 2, -1).mean(2)
+        return aten.native_group_norm_backward(x, x, mean, mean + 1, weight, 2, 4, 9, 2, mask)
+    rows = x.transpose(1, 3).contiguous()
+    mean = rows.mean(3, keepdim=True)
+    return aten.native_layer_norm_backward(rows, rows, [4], mean, mean + 1, weight, weight, mask)
+
+
+def _other_backward(kind: str, x: torch.Tensor, mask: list[bool]) -> Any:
+    aten = torch.ops.aten
+    if kind == "grid":
+        return aten.grid_sampler_2d_backward(x, x, x[:, :2].permute(0, 2, 3, 1) / 9, 0, 0, False, mask[:2])
+    return aten.convolution_backward(
+        x, x, x[:, :, :1, :1].repeat(2, 1, 1, 1), [4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, mask
+    )
+
+
+_KINDS = ["batch", "batch in evaluation", "group", "layer", "grid", "convolution"]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("mask", itertools.product([True, False], repeat=3), ids=str)
+def test_gradients_that_nobody_wants_are_none_as_locally(kind: str, mask: tuple[bool, ...], sky1: str) -> None:
+    """A first layer's input needs none: whoever infers one all the same fails where the worker gives nothing."""
+    backward = _norm_backward if kind not in ("grid", "convolution") else _other_backward
+    x = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+    expected, found = backward(kind, x, list(mask)), backward(kind, x.to(sky1), list(mask))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            assert ours.stride() == theirs.stride()
+            assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+def test_a_network_may_begin_with_a_norm(training: bool, frozen: str | None, sky1: str) -> None:
+    def gradients(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        norm = torch.nn.BatchNorm1d(4).train(training).to(device)
+        if frozen is not None:
+            getattr(norm, frozen).requires_grad_(False)
+        norm(torch.randn(3, 4).to(device)).square().sum().backward()
+        return [p.grad.cpu() for p in norm.parameters() if p.grad is not None]
+
+    for ours, theirs in zip(gradients(sky1), gradients("cpu"), strict=True):
+        assert torch.equal(ours, theirs)

@@ -89,6 +89,10 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "index add to a column": lambda g, x: x[..., 0:1].index_add(2, torch.tensor([0], device=x.device), g[..., 2:3]),
     "is in": lambda g, x: aten.isin(x, g),
     "an empty choice": lambda g, x: x[:, torch.zeros(0, dtype=torch.int64), :, 1:3],
+    "a loss of each": lambda g, x: torch.nn.functional.mse_loss(x, g, reduction="none"),
+    "a smooth loss of each": lambda g, x: torch.nn.functional.smooth_l1_loss(x, g, reduction="none"),
+    "a soft loss of each": lambda g, x: torch.nn.functional.soft_margin_loss(x, g, reduction="none"),
+    "samples at a grid": lambda g, x: torch.nn.functional.grid_sample(x, g[..., :2] / 9, align_corners=False),
     "an empty choice of nothing": lambda g, x: x[0, :0, :0, :1][torch.zeros(0, dtype=torch.bool)],
 }
 
@@ -166,3 +170,22 @@ def test_images_that_are_rolled_or_shuffled_lie_as_on_the_cpu(size: tuple[int, .
 
 def _to_channels_last(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+_MODES = ["nearest", "nearest-exact", "bilinear", "bicubic", "area"]
+_IMAGES = [(1, 4, 1, 2), (2, 1, 2, 4), (2, 1, 4, 1), (1, 2, 1, 1), (1, 1, 3, 3), (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("size", _IMAGES, ids=str)
+def test_images_that_are_resized_lie_as_on_the_cpu(mode: str, size: tuple[int, ...], sky1: str) -> None:
+    """Which format they come in is read from the strides, those of sides and counts of one included."""
+    x = torch.arange(float(torch.Size(size).numel())).reshape(size)
+    formats = [x, x.to(memory_format=torch.channels_last), _reversed(x), *(_idle(x, n) for n in (1, 2, 7, 4096))]
+    for image, area in itertools.product(formats, [(1, 1), (2, 2), (8, 3), (1, 3)]):
+        memory = image.as_strided((int(sum((n - 1) * s for n, s in zip(size, image.stride()))) + 1,), (1,))
+        remote = memory.to(sky1).as_strided(size, image.stride())
+        found = torch.nn.functional.interpolate(remote, size=area, mode=mode)
+        expected = torch.nn.functional.interpolate(image, size=area, mode=mode)
+        assert found.stride() == expected.stride(), (image.stride(), area)
+        assert torch.equal(found.cpu(), expected)

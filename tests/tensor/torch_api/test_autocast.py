@@ -354,3 +354,50 @@ def test_norms_of_half_precision_give_the_statistics_of_the_worker(
         found = norm.to(sky1)(x.to(sky1))
         torch.testing.assert_close(found.cpu(), expected, rtol=0.02, atol=0.02)
         torch.sky.synchronize()  # type: ignore[attr-defined]
+
+
+def _encode(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return layer(x)  # type: ignore[no-any-return]
+
+
+INSIDE: dict[str, Callable[[torch.Tensor, nn.Module], torch.Tensor]] = {
+    "affine_grid": lambda x, layer: F.affine_grid(x[:, :2, :3], [2, 1, 3, 4], align_corners=False),
+    "affine_grid of volumes": lambda x, layer: F.affine_grid(x[:, :3, :4], [2, 1, 3, 4, 2], align_corners=True),
+    "grid_sample": lambda x, layer: F.grid_sample(x[:, None], F.affine_grid(x[:, :2, :3], [2, 1, 3, 4])),
+    "bilinear": lambda x, layer: F.bilinear(x[0], x[1], x.reshape(1, 8, 8)),
+    "an encoder's layer that is fused": lambda x, layer: _encode(layer, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Default grid_sample and affine_grid behavior")
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_kernels_call_inside_is_cast_too(name: str, dtype: torch.dtype, sky1: str) -> None:
+    torch.manual_seed(0)
+    layer, numbers = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 4, 8)
+
+    def run(device: str) -> list[torch.Tensor]:
+        x = numbers.to(device).requires_grad_()
+        with torch.autocast(torch.device(device).type, dtype):
+            result = INSIDE[name](x, layer.to(device))
+            again = INSIDE[name](x, layer)  # from what was learned the first time
+        assert torch.equal(result, again)
+        if not result.requires_grad:
+            return [result.detach()]
+        return [result.detach(), *torch.autograd.grad(result.float().square().sum(), [x])]
+
+    for ours, theirs in zip(run(sky1), run("cpu"), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("name", ["affine_grid", "bilinear"])
+def test_nothing_is_cast_inside_without_autocast_or_where_it_is_switched_off(name: str, sky1: str) -> None:
+    x, layer = torch.randn(2, 4, 8), nn.Identity()
+    expected = INSIDE[name](x, layer)
+    with torch.autocast("sky", torch.bfloat16):
+        INSIDE[name](x.to(sky1), layer)
+        with torch.autocast("sky", enabled=False):
+            assert torch.equal(INSIDE[name](x.to(sky1), layer).cpu(), expected)
+    assert torch.equal(INSIDE[name](x.to(sky1), layer).cpu(), expected)
