@@ -105,6 +105,8 @@ def worker_behind_a_link(folder: Path, *arguments: str) -> Iterator[Link]:
         stack.callback(_run, "ip", "netns", "del", namespace)  # and with it both devices
         _run("ip", "link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", namespace)
         _run("ip", "address", "add", f"{here}/30", "dev", ours)
+        # Containers leave a machine that passes packets on; what comes from this namespace is for this machine.
+        Path(f"/proc/sys/net/ipv4/conf/{ours}/forwarding").write_text("0", encoding="ascii")
         _run("ip", "link", "set", ours, "up")
         _run("ip", "-n", namespace, "address", "add", f"{there}/30", "dev", theirs)
         _run("ip", "-n", namespace, "link", "set", theirs, "up")
