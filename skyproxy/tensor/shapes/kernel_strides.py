@@ -352,11 +352,11 @@ def _convolution_backward(
     dilation: Sequence[int],
     *rest: object,
 ) -> list[Strides]:
-    """Without oneDNN, the gradient of weights of one pixel is laid out as they suggest, and not as the images do.
+    """Without oneDNN, the gradient of weights is laid out as they suggest, and not as the images do.
 
     They are copied into the order of the images first where they lie in another one.
     """
-    if len(weight.size) != 4 or weight.size[2:] != (1, 1) or not suggests_channels_last(a.size, a.stride):
+    if len(weight.size) != 4 or not suggests_channels_last(a.size, a.stride):
         return []
     images, weights = (torch.empty((), dtype=meta.dtype).expand(meta.size) for meta in (a, weight))
     if not is_plain_convolution(images, weights, None, stride, padding, dilation, *rest[:3], biases):
@@ -378,7 +378,15 @@ def _batch_norm(a: Meta, *args: object, **kwargs: object) -> list[Strides]:
 
 @_corrects("native_batch_norm_backward batch_norm_backward")
 def _batch_norm_backward(gradient: Meta, a: Meta, *args: object) -> list[Strides]:
+    suggested = [suggests_channels_last(meta.size, meta.stride) for meta in (gradient, a)]
+    if suggested[0] is suggested[1] and all(_is_in_a_format(meta) for meta in (gradient, a)):
+        return [batch_norm_stride(a.size, a.stride)]
     return [suggested_stride(a.size, a.stride)]
+
+
+def _is_in_a_format(a: Meta) -> bool:
+    """Tell whether it is row-major or channels-last without gaps, whatever the strides of idle dimensions."""
+    return is_contiguous(a.size, a.stride) or batch_norm_stride(a.size, a.stride) == channels_last_stride(a.size)
 
 
 @_corrects("masked_fill.Scalar masked_fill.Tensor")

@@ -64,12 +64,18 @@ def _batch_norm(rows: torch.Tensor, x: torch.Tensor) -> Any:
     return aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)[:1]
 
 
+def _batch_norm_backward(gradient: torch.Tensor, x: torch.Tensor) -> Any:
+    ones = torch.ones(x.shape[1], device=x.device)
+    return aten.native_batch_norm_backward(gradient, x, ones, ones, ones, ones, ones, True, 1e-5, [True] * 3)
+
+
 OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "layer norm": _norm_backward,
     "layer norm of rows": _norm_of_rows_backward,
     "loss of pixels": _loss_of_pixels,
     "gradient of a loss of pixels": _loss_of_pixels_backward,
     "batch norm": _batch_norm,
+    "gradient of a batch norm": _batch_norm_backward,
     "relu": lambda g, x: aten.threshold_backward(g, x, 0),
     "gelu": lambda g, x: aten.gelu_backward(g, x),
     "silu": lambda g, x: aten.silu_backward(g, x),
@@ -170,6 +176,19 @@ def test_images_that_are_rolled_or_shuffled_lie_as_on_the_cpu(size: tuple[int, .
 
 def _to_channels_last(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("image", [(1, 2, 4, 1), (1, 2, 4, 3)], ids=str)
+def test_gradients_of_weights_for_one_channel_lie_as_on_the_cpu(image: tuple[int, ...], sky1: str) -> None:
+    """Whose order of memory is both formats: PyTorch reads it from the strides of that one channel."""
+    images, weight = torch.randn(image).to(memory_format=torch.channels_last), torch.randn(2, 1, 2, 2)
+
+    def gradient(device: str) -> torch.Tensor:
+        sent = weight.to(device).requires_grad_()
+        result = torch.conv_transpose2d(images.to(device), sent, stride=3, padding=1, output_padding=2)
+        return torch.autograd.grad(result.square().sum(), sent)[0]
+
+    assert gradient(sky1).stride() == gradient("cpu").stride()
 
 
 _MODES = ["nearest", "nearest-exact", "bilinear", "bicubic", "area"]
