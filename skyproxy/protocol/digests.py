@@ -9,6 +9,9 @@ from typing import Final
 DIGEST_BYTES: Final = 32
 LEAF_BYTES: Final = 4 << 20
 """Bytes are hashed in pieces of this size, so that several threads can share the work."""
+SHA256: Final = "sha256"
+BLAKE3: Final = "blake3"
+"""Names, on the wire, of the hashes by which pieces of snapshots are called."""
 
 Map = Callable[[Callable[[memoryview], bytes], Iterable[memoryview]], Iterable[bytes]]
 

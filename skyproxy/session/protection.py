@@ -15,6 +15,7 @@ from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
 from skyproxy.protocol.connection import Connection
+from skyproxy.protocol.digests import BLAKE3, SHA256
 from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequence, Welcome
 from skyproxy.session.batch_log import BatchLog, Hole, KeptUpload, unrepeatable
 from skyproxy.session.reconnecting import Fresh
@@ -23,7 +24,6 @@ from skyproxy.session.restoring import NewSession, ReplayProgress, WorkerEndedEr
 from skyproxy.session.suspension import Suspension
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.session.worker_warnings import ToldWarnings
-from skyproxy.snapshots.hashes import BLAKE3, SHA256
 from skyproxy.transport.base import Transport
 
 logger = logging.getLogger("skyproxy.session")

@@ -10,11 +10,10 @@ import importlib
 from collections.abc import Callable
 
 from skyproxy.errors import SnapshotError
+from skyproxy.protocol.digests import BLAKE3, SHA256
 
 PieceHash = Callable[["memoryview | bytes"], bytes]
 """Gives the 32 bytes that name a piece."""
-SHA256 = "sha256"
-BLAKE3 = "blake3"
 
 
 def _sha256(piece: memoryview | bytes) -> bytes:
@@ -72,3 +71,6 @@ def piece_hash(name: object) -> PieceHash:
             "newer skyproxy may read it"
         )
     return found
+
+
+__all__ = ["BLAKE3", "SHA256", "PieceHash", "chosen", "fastest", "piece_check", "piece_hash"]

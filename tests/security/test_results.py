@@ -376,7 +376,9 @@ ALLOWED = {
     ("skyproxy_server/functions/call.py", "Unpickler"),
     ("skyproxy_server/functions/isolated_call.py", "import pickle"),  # writes, for a process that it has started
     ("skyproxy_server/functions/isolated_process.py", "import pickle"),  # what its worker wrote
-    ("skyproxy_server/functions/known_functions.py", "Unpickler"),
+    ("skyproxy_server/functions/shared_globals.py", "Unpickler"),
+    ("skyproxy_server/functions/shared_globals.py", "import pickle"),  # writes, to tell two values apart
+    ("skyproxy_server/functions/shared_globals.py", "import cloudpickle.cloudpickle"),
     ("skyproxy_server/isolation/visits.py", "torch.load"),  # plain tensors only, of another session's process
     ("skyproxy/loading/worker_side.py", "torch.load"),  # on a worker
     ("skyproxy/jobs/function_process.py", "Unpickler"),  # on a worker: what a client that may run functions sent

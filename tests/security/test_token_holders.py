@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from skyproxy.errors import SkyproxyError, UnknownNameError
 from skyproxy.jobs.link import JobLink, job_rows
 from skyproxy.node import Node
 from skyproxy_server.limits import are_sessions_separable
+from tests.integration.programs import wait_for
 from tests.server.isolation.interpreters import public_interpreter
 from tests.server.isolation.test_session_users import may_give_users, some_numbers
 from tests.server.isolation.workers import Worker
@@ -68,8 +70,11 @@ def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def _give_tokens(worker: Worker) -> None:
     for name, token in (("alice", ALICE), ("mallory", MALLORY)):
-        (worker.tokens / name).touch(mode=0o600)
-        (worker.tokens / name).write_text(token)
+        draft = worker.tokens / ".draft"
+        draft.touch(mode=0o600)
+        draft.write_text(token)
+        draft.rename(worker.tokens / name)
+        wait_for(partial(worker.knows, token), f"the worker has seen the token of {name}")
 
 
 @pytest.fixture

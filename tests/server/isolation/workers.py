@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import skyproxy
+from skyproxy.errors import AuthenticationError
 from tests.integration.programs import start_worker, wait_for
 
 TOKEN = "a-token-that-nobody-should-see-anywhere"
@@ -61,6 +62,14 @@ class Worker:
 
     def connect(self, context: ssl.SSLContext | None = None, token: str = TOKEN) -> skyproxy.Node:
         return skyproxy.connect(self.url, token=token, ssl_context=context)
+
+    def knows(self, token: str) -> bool:
+        """Tell whether it takes connections with a token; it looks for new ones now and then."""
+        try:
+            self.connect(token=token).close()
+        except AuthenticationError:
+            return False
+        return True
 
     def get(self, path: str) -> str:
         request = urllib.request.Request(
