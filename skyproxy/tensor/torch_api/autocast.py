@@ -244,8 +244,8 @@ def _divide(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: di
     A worker would run all of it in full precision.
     """
     # A key without a kernel of its own would be a crash, not an error.
-    key = next((name for name in _KERNELS_OF_OPS if has_kernel(info.name, name)), None)
-    if key is None or not _region.entered:
+    key = next((name for name in _KERNELS_OF_OPS if has_kernel(info.name, name)), None) if _region.entered else None
+    if key is None:
         return run(BoundCall(info, args, kwargs))
     _region.entered = False
     try:
