@@ -13,6 +13,7 @@ import torch
 
 from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError
 from skyproxy.functions.runner import Runner
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.jobs.node_jobs import NodeJobs
 from skyproxy.loading.node_saving import NodeSaves
 from skyproxy.session.local_worker import LocalWorker
@@ -126,6 +127,8 @@ class Node(NodeSaves, NodeMoves, NodeJobs):
         try:
             wanted = torch.device(name)
         except RuntimeError as error:
+            if raised_by_handler(error):
+                raise
             raise ConfigurationError(f"{name!r} names no device. Use 'cuda', 'cuda:1' or 'cpu'.") from error
         for chosen in self._devices:
             own = chosen.worker_device

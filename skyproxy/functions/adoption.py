@@ -9,6 +9,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, SkyproxyError, UntrustedResultError, visible
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.pickling import PLAIN, Unpickler, unpickle_simple
 from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.rebuilding import UnknownClassError
@@ -81,7 +82,7 @@ class Adopter:
                 ValueError,
                 RuntimeError,
             ) as error:  # the last of PyTorch: it cannot have such sizes
-                if isinstance(error, SkyproxyError):
+                if isinstance(error, SkyproxyError) or raised_by_handler(error):
                     raise
                 raise ProtocolError(f"the worker sent impossible tensors: {error!r:.200}") from error
             tensors = self._adopted[1]

@@ -22,9 +22,9 @@ from skyproxy.errors import (
     visible_output,
 )
 from skyproxy.functions.items import Items
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.plain_reading import from_plain
-from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.runtime import breakpoints
 
 if TYPE_CHECKING:
@@ -355,7 +355,9 @@ class Call:
         try:
             if text:
                 self._context.run(self._on_output, came.value["stream"], text)
-        except Exception:
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
             logger.exception("skyproxy: on_output of %s failed; the call goes on", self.name)
         if self.on_wait is not None and not self._ended and type(came.value.get("waits")) is dict:
             self.on_wait(self, came.value["waits"])
@@ -426,11 +428,10 @@ class Call:
             if not self._adopter.trusted:
                 return None
             error = Unpickler(came.pieces, came.value, _no_reference).unpickle()
-        except (UnknownClassError, ProtocolError) as problem:
-            logger.debug("skyproxy: the exception of %s cannot be rebuilt here: %s", self.name, visible(problem))
-            return None
         except Exception as problem:
-            logger.debug("skyproxy: the exception of %s cannot be rebuilt here: %r", self.name, problem)
+            if raised_by_handler(problem):
+                raise
+            logger.debug("skyproxy: the exception of %s cannot be rebuilt here: %s", self.name, visible(repr(problem)))
             return None
         return error if isinstance(error, BaseException) else None
 

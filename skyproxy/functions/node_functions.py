@@ -11,6 +11,7 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.functions.call import Call
 from skyproxy.functions.payload import Payload
 from skyproxy.functions.runner import Results, Runner
+from skyproxy.interrupts import raised_by_handler
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -173,7 +174,9 @@ def _check_options(fn: Callable[..., object], args: Sequence[object], given: fro
     else:
         try:
             parameters = list(inspect.signature(fn).parameters)
-        except (ValueError, TypeError):  # a function in C need not have a signature
+        except (ValueError, TypeError) as error:  # a function in C need not have a signature
+            if raised_by_handler(error):
+                raise
             return
     if both := given.intersection(parameters[len(args) :]):
         option, called = sorted(both)[0], getattr(fn, "__name__", "the function")

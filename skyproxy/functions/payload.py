@@ -9,6 +9,7 @@ import torch
 
 from skyproxy.errors import ConfigurationError, VersionMismatchError
 from skyproxy.functions.function_code import FunctionCode
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.pickling import Pickled, Pickler, pickle_simple
 from skyproxy.payloads.pieces import flat_size
 from skyproxy.protocol.messages import Buffer
@@ -93,6 +94,8 @@ class Payload:
         except ConfigurationError:
             raise
         except (TypeError, AttributeError, pickle.PicklingError, ValueError, RecursionError) as error:
+            if raised_by_handler(error):
+                raise
             raise ConfigurationError(
                 f"{name} cannot be sent to a worker: {error}. Its arguments and what it refers to must be picklable; "
                 "open files, locks and the like are made inside the function instead."

@@ -23,6 +23,7 @@ from skyproxy.errors import (
     visible,
 )
 from skyproxy.functions.runner import Runner
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.pickling import PICKLE, PLAIN, Pickled, Pickler, Unpickler
 from skyproxy.payloads.plain import NotPlainError
 from skyproxy.payloads.plain_reading import from_plain
@@ -185,6 +186,8 @@ class NodeNames:
         except ConfigurationError:
             raise
         except (TypeError, AttributeError, pickle.PicklingError, ValueError, RecursionError) as error:
+            if raised_by_handler(error):
+                raise
             raise ConfigurationError(f"{name!r} cannot be kept, for it cannot be pickled: {error}") from error
 
     def get(self, name: str) -> Any:
@@ -235,6 +238,8 @@ class NodeNames:
         try:
             form, tables, _ = open_document(answer["document"])
         except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+            if raised_by_handler(error):
+                raise
             raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
         if form != PLAIN and not self._runner.trusted:
             raise UntrustedResultError(
@@ -270,6 +275,8 @@ class NodeNames:
             tensors, slots = adopt_value(self._devices, self._known, looks, rows)
             version = answer["version"]
         except (LookupError, TypeError, ValueError, msgpack.UnpackException) as error:
+            if raised_by_handler(error):
+                raise
             raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
         if not self._session.call("adopt_named", name, version, slots):
             raise UnknownNameError(f"the value under {name!r} was replaced while it was being read. Try again.")

@@ -10,6 +10,7 @@ import torch
 
 from skyproxy import torch_modes
 from skyproxy.errors import ConfigurationError, ProtocolError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.loading.node_models import NodeModels
 from skyproxy.loading.node_names import KnownTensors, NodeNames, adopt_value, checked_name, document_of
 from skyproxy.session.opening import Opener
@@ -102,6 +103,8 @@ class NodeSaves(NodeModels, NodeNames):
                 self._session.call("save_snapshot", key, slots, names)
                 write_to_folder(worker.open(key), SnapshotFolder(store, secrets.token_hex(16)), names)
             except OSError as error:
+                if raised_by_handler(error):
+                    raise
                 raise unwritable(store, error) from error
             finally:
                 worker.delete(key)
@@ -144,6 +147,8 @@ class NodeSaves(NodeModels, NodeNames):
         try:
             by_slot = {int(row[0]): row for row in answer["rows"]}
         except (LookupError, TypeError, ValueError) as error:
+            if raised_by_handler(error):
+                raise
             raise ProtocolError(f"what the worker sent of a snapshot is impossible: {error!r:.200}") from error
         known = KnownTensors()
         pairs: list[list[int]] = []

@@ -13,6 +13,7 @@ import msgpack
 
 from skyproxy import torch_modes
 from skyproxy.errors import ConfigurationError, ProtocolError, SnapshotError, visible
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.loading.node_names import checked_name, open_document
 from skyproxy.payloads.tensors import REFERENCE
 from skyproxy.snapshots.documents import data, entry, refuse, rows, table, text, unpack, whole_numbers
@@ -121,6 +122,8 @@ def _tables(name: str, document: bytes) -> dict[str, Any]:
         if type(looks) is not list or not all(type(row) is list and row for row in looks):
             raise TypeError("its tensors are none")
     except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+        if raised_by_handler(error):
+            raise
         raise refuse(f"the structure of {visible(repr(name)):.80} is malformed ({error!r:.80})") from error
     return tables
 

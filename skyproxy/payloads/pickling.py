@@ -18,6 +18,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.exceptions import reduce_exception
 from skyproxy.payloads.projects import project_by_value, reduce_decorated
 from skyproxy.payloads.tensors import Refer, Row, TensorReader, TensorTable
@@ -169,6 +170,8 @@ def unpickle_simple(piece: object) -> object:
     except ProtocolError:
         raise
     except Exception as error:  # whatever is wrong with the bytes
+        if raised_by_handler(error):
+            raise
         raise ProtocolError(f"a simple value that cannot be read: {error!r:.200}") from error
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from skyproxy.errors import ProtocolError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.call_messages import CallData
 from skyproxy.protocol.messages import Buffer, Message
 
@@ -131,6 +132,8 @@ class Assembly(Generic[Made]):
             try:
                 made, self._view = self._allocate(index, self._sizes[index])
             except (MemoryError, OSError, RuntimeError) as error:
+                if raised_by_handler(error):
+                    raise
                 raise ProtocolError(f"there is no memory for a payload of {self._total:,} bytes: {error}") from error
             self._filled = 0
             self.pieces.append(made)

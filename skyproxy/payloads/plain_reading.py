@@ -16,6 +16,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads import rebuilding
 from skyproxy.payloads.plain import ATOMS, FACTORIES, HEAD, MAX_DEPTH, PATHS, Code
 from skyproxy.payloads.rebuilding import UnknownClassError
@@ -63,6 +64,8 @@ class PlainReader:
         except (UnknownClassError, ProtocolError):
             raise
         except Exception as error:  # whatever is wrong with the bytes
+            if raised_by_handler(error):
+                raise
             raise ProtocolError(f"what the worker sent is not plain data: {error!r:.200}") from error
         if self._code != len(self._codes) or self._atom != len(self._atoms):
             raise ProtocolError("what the worker sent has more than one value")
@@ -357,6 +360,8 @@ def _get_exception(reader: PlainReader) -> Exception:
     try:
         error = rebuilding.build_exception(kind, arguments, state)
     except Exception as problem:
+        if raised_by_handler(problem):
+            raise
         raise UnknownClassError(f"{module}.{qualname}: {text:.200}") from problem
     return reader.note(error)
 

@@ -13,6 +13,7 @@ import msgpack
 import torch
 
 from skyproxy import torch_codec
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads import rebuilding
 from skyproxy.payloads.pickling import PLAIN, Pickled
 from skyproxy.payloads.plain import ATOMS, HEAD, MAX_DEPTH, Code, NotPlainError
@@ -61,6 +62,8 @@ class PlainWriter:
         except RecursionError:
             raise NotPlainError("value that is nested too deeply", self.path[:20]) from None
         except Exception as error:  # code of the value's class
+            if raised_by_handler(error):
+                raise
             raise NotPlainError(f"{rebuilding.full_name(type(value))} ({error!r:.80})", self.path) from error
         document = self._document()
         contents = self.tensors.contents()
@@ -135,7 +138,9 @@ class PlainWriter:
         codes, atoms, buffers, count = len(self._codes), len(self._atoms), len(self._buffers), self._count
         try:
             write()
-        except Exception:  # also what code of the value's class raises
+        except Exception as error:  # also what code of the value's class raises
+            if raised_by_handler(error):
+                raise
             del self._codes[codes:], self._atoms[atoms:], self._buffers[buffers:]
             self._count = count
             self._known = {name: number for name, number in self._known.items() if number < count}

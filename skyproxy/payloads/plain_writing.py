@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from skyproxy import torch_codec
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads import rebuilding
 from skyproxy.payloads.pickling import Pickled
 from skyproxy.payloads.plain import ATOMS, FACTORIES, PATHS, Code, NotPlainError
@@ -202,7 +203,9 @@ def _put_exception(writer: PlainWriter, error: BaseException) -> None:
     """Whatever is plain of it: its class, so that it can be caught, and its text, come in any case."""
     try:
         arguments, state = rebuilding.parts_of(error)
-    except Exception:  # code of the user's class
+    except Exception as problem:  # code of the user's class
+        if raised_by_handler(problem):
+            raise
         arguments, state = error.args, {}
     if isinstance(error, BaseExceptionGroup):
         arguments = (error.message, list(error.exceptions))
@@ -220,7 +223,9 @@ def _put_exception(writer: PlainWriter, error: BaseException) -> None:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # code of the user's class
+    except Exception as problem:  # code of the user's class
+        if raised_by_handler(problem):
+            raise
         return ""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.projects import is_project_module
 from skyproxy.runtime.project_code import LIBRARY_FOLDERS, OWN_PACKAGES, Folder
 from skyproxy.settings import SETTINGS, Settings
@@ -155,7 +156,9 @@ def read_file(folder: str, name: str) -> bytes | None:
     """The content of a file; None where it is gone, or not ours to read."""
     try:
         return Path(folder, name).read_bytes()
-    except OSError:
+    except OSError as error:
+        if raised_by_handler(error):
+            raise
         return None
 
 
@@ -204,15 +207,18 @@ def _entries(folder: str) -> tuple[list[str], list[str], list[str]]:
                 elif not suffix and stem.isidentifier() and stem not in _SKIPPED and entry.is_dir():
                     if not os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
                         folders.append(entry.name)
-    except OSError:
-        pass
+    except OSError as error:
+        if raised_by_handler(error):
+            raise
     return modules, data, folders
 
 
 def _state(path: str) -> State | None:
     try:
         status = os.stat(path)
-    except OSError:
+    except OSError as error:
+        if raised_by_handler(error):
+            raise
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
 

@@ -21,6 +21,7 @@ from types import FunctionType, ModuleType
 
 import cloudpickle
 
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.runtime.project_code import LIBRARY_FOLDERS, OWN_PACKAGES, Folder, undecorated
 from skyproxy.settings import SETTINGS
 
@@ -103,7 +104,9 @@ def project_folders() -> tuple[Folder, ...]:
     """
     try:
         working = os.getcwd()
-    except OSError:
+    except OSError as error:
+        if raised_by_handler(error):
+            raise
         working = ""  # it was removed
     found = dict(_folders_in(tuple(sys.path), working))
     with _lock:
@@ -268,5 +271,7 @@ def _are_same(one: list[object], other: list[object]) -> bool:
     """
     try:
         return one == other
-    except Exception:  # of something that is no module, and cannot be compared
+    except Exception as error:  # of something that is no module, and cannot be compared
+        if raised_by_handler(error):
+            raise
         return False

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skyproxy.errors import ProtocolError, visible
+from skyproxy.interrupts import raised_by_handler
 
 Items = list[Any]
 Entries = dict[str, Any]
@@ -297,6 +298,8 @@ def checked_event(kind: str, value: Entries) -> Entries:
     try:
         checked_entries = table(shape(value))
     except ValueError as error:
+        if raised_by_handler(error):
+            raise
         raise _impossible_answer(f"a call ({kind})", value, error) from None
     return {key: entry for key, entry in {**value, **checked_entries}.items() if key != _OURS}
 
@@ -311,6 +314,8 @@ def checked(control: str, answer: object) -> Any:
     try:
         return shape(answer)
     except ValueError as error:
+        if raised_by_handler(error):
+            raise
         raise _impossible_answer(control, answer, error) from None
 
 
@@ -325,6 +330,8 @@ def checked_rows(purpose: str, answer: object, count: int) -> Items:
         if len(found) != count:
             raise ValueError(f"{count} descriptions")
     except ValueError as error:
+        if raised_by_handler(error):
+            raise
         raise _impossible_answer(purpose, answer, error) from None
     return found
 

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from skyproxy.errors import ProtocolError
+from skyproxy.interrupts import raised_by_handler
 
 DEFINE: Final = 1
 EXPECT: Final = 2
@@ -130,7 +131,9 @@ def walk(stream: list[Any], widths: Mapping[int, int], end: int | None = None) -
         while position < count:
             append(position)
             position += 1 + widths[stream[position]]
-    except (KeyError, TypeError):
+    except (KeyError, TypeError) as error:
+        if raised_by_handler(error):
+            raise
         raise ProtocolError(f"command {stream[position]!r:.40} at {position} was never defined") from None
     if position != count:
         raise ProtocolError(f"the stream ends in the middle of the command at {positions[-1]}")

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgpack
 
 from skyproxy.errors import ConfigurationError, LimitExceededError, ProtocolError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.message_table import MESSAGES
 from skyproxy.protocol.messages import Buffer, Message
 
@@ -124,7 +125,9 @@ def encode(message: Message, max_frame_bytes: int) -> list[Buffer]:
         values = values[: -len(layout.defaults)]
     try:
         header = _PACKERS.pack(values)
-    except (TypeError, OverflowError):
+    except (TypeError, OverflowError) as error:
+        if raised_by_handler(error):
+            raise
         header = _encode_unusual(message, values)
     size += len(header)
     if size > max_frame_bytes:

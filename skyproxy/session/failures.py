@@ -21,6 +21,7 @@ from skyproxy.errors import (
     remote_error_class,
     visible,
 )
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.messages import Warned
 from skyproxy.session.lines import describe_line, find_line
 from skyproxy.session.recorder import RecordedBatch, Recorder
@@ -138,7 +139,9 @@ def remote_error(record: dict[str, object], user_line: str) -> RemoteError:
         text += f"\n  recorded at {user_line}"
     try:
         error = remote_error_class(foreign)(text)  # type: ignore[arg-type]  # classes are hashable
-    except Exception:  # a class that takes more than a text
+    except Exception as problem:  # a class that takes more than a text
+        if raised_by_handler(problem):
+            raise
         error = RemoteError(text)
     error.op, error.user_line, error.remote_traceback = op, user_line, traceback
     if traceback:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
@@ -75,7 +76,9 @@ class KnownMeta(Meta):
         if not count_dispatch_modes() and function_transform_level() is None:
             try:
                 made = value()  # type: ignore[operator]  # it is a tensor of no other class
-            except RuntimeError:  # the worker reports the same, with its line
+            except RuntimeError as error:  # the worker reports the same, with its line
+                if raised_by_handler(error):
+                    raise
                 made = None
         self._value = made
         return made

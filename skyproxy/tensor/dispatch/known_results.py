@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -60,7 +61,9 @@ def follow(call: BoundCall, record: Callable[[], object]) -> object:
         return result
     try:
         values = _compute(call, {number: value.clone() for number, value in known.items()})
-    except RuntimeError:  # it will fail on the worker too, and that error names a line
+    except RuntimeError as error:  # it will fail on the worker too, and that error names a line
+        if raised_by_handler(error):
+            raise
         return result
     found = [
         (target._sky, KnownMeta(target._sky.meta, value, recorder, unasked))

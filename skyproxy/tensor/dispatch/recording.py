@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from skyproxy import torch_codec
 from skyproxy.errors import LimitExceededError, ProtocolError
-from skyproxy.interrupts import shielded
+from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
@@ -413,6 +413,8 @@ def _meta_of(fields: list[Any]) -> Meta:
     try:
         return inference.intern_meta(torch_codec.decode_description(fields))
     except (KeyError, ValueError) as error:
+        if raised_by_handler(error):
+            raise
         raise ProtocolError(f"the worker describes no tensor: {error!r:.80}") from error
 
 

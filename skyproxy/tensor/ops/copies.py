@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from skyproxy.errors import ProtocolError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.tensor.core import known_values
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta
@@ -151,6 +152,8 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
         try:
             known_values.know(handle, torch.tensor(value, dtype=dtype))
         except (RuntimeError, OverflowError) as error:
+            if raised_by_handler(error):
+                raise
             raise ProtocolError(f"the worker sent {value} for the value of a tensor of {dtype}") from error
         if recorder.ops != before:  # another thread may have changed it meanwhile
             known_values.forget(handle)

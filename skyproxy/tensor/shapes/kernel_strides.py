@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.torch_private import is_plain_convolution
 from skyproxy.tensor.shapes.elementwise import (
@@ -75,7 +76,9 @@ def corrected(
             strides = [_elementwise(op, operands, results[0])] * len(results)
         else:
             return results
-    except (TypeError, ValueError):  # a form that the correction does not know
+    except (TypeError, ValueError) as error:  # a form that the correction does not know
+        if raised_by_handler(error):
+            raise
         return results
     return [
         meta if meta is None or stride is None or not meta.plain else _with_stride(meta, stride)
