@@ -21,7 +21,7 @@ from skyproxy.errors import (
     visible,
     visible_output,
 )
-from skyproxy.functions.items import Items
+from skyproxy.functions.items import Ahead, Items
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.plain_reading import from_plain
@@ -52,6 +52,7 @@ class ReceivedEvent(NamedTuple):
     number: int = 0
     value: dict[str, Any] = {}
     pieces: list[Any] = []
+    size: int = 0
 
 
 class CallChannel(Protocol):
@@ -105,9 +106,7 @@ class Call:
         self._context = contextvars.copy_context()
         self._future: concurrent.futures.Future[ReceivedEvent] = concurrent.futures.Future()
         self._begun: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._items = Items()
-        self.queued = self.delivered = 0
-        """Events that went to the delivering thread, and those that came from there; counted by one thread each."""
+        self._items, self.ahead = Items(), Ahead(name)
         self.is_light = False
         self._ended = False
         self._conclusion = threading.Lock()  # held from the last event on: several threads may have one
@@ -284,10 +283,14 @@ class Call:
             self._items.put_back(came)
             raise
         except BaseException:
-            self._channel.ack(self, 0, came.number)
+            self._take_note_of(came)
             raise
-        self._channel.ack(self, 0, came.number)
+        self._take_note_of(came)
         return value
+
+    def _take_note_of(self, came: ReceivedEvent) -> None:
+        self.ahead.items_taken += 1
+        self._channel.ack(self, 0, came.number)
 
     def _final_value(self, came: ReceivedEvent) -> Any:
         if came.kind == _CANCELLED:
@@ -359,7 +362,7 @@ class Call:
             if raised_by_handler(error):
                 raise
             logger.exception("skyproxy: on_output of %s failed; the call goes on", self.name)
-        if self.on_wait is not None and not self._ended and type(came.value.get("waits")) is dict:
+        if self.on_wait is not None and not self._ended and "waits" in came.value:
             self.on_wait(self, came.value["waits"])
         self._shown = came.number
         self._unacked += len(text) + _EVENT_CHARACTERS

@@ -32,6 +32,8 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
 _MAX_ATTEMPTS = 3
 _MAX_TO_FORGET = 256
+_EVENT_BYTES = 64
+"""The bytes that an event takes beside its text and payload."""
 _NEVER_BEGUN = "never begun"
 _NO_FUNCTION = "no function"
 
@@ -279,7 +281,7 @@ class FunctionChannel:
 
     def _on_event(self, event: CallEvent) -> None:
         call = self._calls.get(event.call)
-        if call is None or (event.number and event.number <= call.received):
+        if call is None or call.ahead.has_end or (event.number and event.number <= call.received):
             return
         event = replace(event, value=checked_event(event.kind, event.value))
         if event.kind == "unknown":
@@ -306,10 +308,12 @@ class FunctionChannel:
             self._pass_on(call, event, assembly)
 
     def _pass_on(self, call: Call, event: CallEvent, assembly: Assembly[object]) -> None:
+        size = sum(event.sizes) + len(event.value.get("text", "")) + _EVENT_BYTES
+        call.ahead.note(event.kind, self._settings)
         call.received = event.number
-        came = ReceivedEvent(event.kind, event.number, event.value, assembly.pieces)
-        if event.kind == "output" or call.queued != call.delivered:
-            call.queued += 1
+        came = ReceivedEvent(event.kind, event.number, event.value, assembly.pieces, size)
+        if event.kind == "output" or call.ahead.is_queued:
+            call.ahead.queued += size
             self._to_deliver.put((call, came))
         else:
             # Nothing of it can take long: no thread need be woken for that.
@@ -346,8 +350,7 @@ class FunctionChannel:
     def _deliver(self, entry: tuple[Call, ReceivedEvent]) -> None:
         call, came = entry
         self._deliver_one(call, came)
-        if came.number:
-            call.delivered += 1
+        call.ahead.delivered += came.size
         self._heard[call.id] = call
 
     def _ack_what_was_heard(self) -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
+
+from skyproxy.errors import ProtocolError
+from skyproxy.settings import Settings
+
+_SLACK = 16
+"""Times what a worker with our settings sends ahead of a caller; another one may have other settings."""
 
 
 class Items:
-    """A queue that can be waited for by a thread and by a task. Bounded by what the worker sends ahead."""
+    """A queue that can be waited for by a thread and by a task. `Ahead` bounds it."""
 
     def __init__(self) -> None:
         self._ready: deque[object] = deque()
@@ -41,3 +48,48 @@ class Items:
             else:
                 self._waiting.append(future)
         return future
+
+
+@dataclass(slots=True)
+class Ahead:
+    """How far what came of a call is ahead of its caller. Each number has one thread that writes it.
+
+    Attributes:
+        call: the name of the function.
+        queued, delivered: bytes of events that wait for a thread to deliver them or waited, and of those that it did.
+        items_came, items_taken: items, and those of them that the caller took.
+        has_end: whether the last event came, behind which nothing is read.
+    """
+
+    call: str
+    queued: int = 0
+    delivered: int = 0
+    items_came: int = 0
+    items_taken: int = 0
+    has_end: bool = False
+
+    @property
+    def is_queued(self) -> bool:
+        """True if something waits to be delivered."""
+        return self.queued != self.delivered
+
+    def note(self, kind: str, settings: Settings) -> None:
+        """Take note of an event that came, unless it is further ahead than a worker sends it: nobody would take it.
+
+        Raises:
+            ProtocolError: it is.
+        """
+        most_bytes, most_items = _SLACK * settings.max_waiting_output_bytes, _SLACK * settings.max_waiting_items
+        self.has_end = kind in ("result", "error")
+        if kind == "item":
+            self.items_came += 1
+            if self.items_came - self.items_taken > most_items:
+                self._refuse(f"{most_items:,} items", "SKYPROXY_MAX_WAITING_ITEMS")
+        elif not self.has_end and self.queued - self.delivered > most_bytes:
+            self._refuse(f"{most_bytes:,} bytes of output", "SKYPROXY_MAX_WAITING_OUTPUT_BYTES")
+
+    def _refuse(self, what: str, setting: str) -> None:
+        raise ProtocolError(
+            f"the worker sent more than {what} ahead of the caller of {self.call}. If it has another {setting}, "
+            "set the same here."
+        )

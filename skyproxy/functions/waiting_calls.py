@@ -6,6 +6,8 @@ What is typed there goes to the worker on the connection that the program has to
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import logging
 import os
 import socket
@@ -28,6 +30,10 @@ Row = dict[str, Any]
 _MAX_CONNECTIONS = 16
 _LONGEST_NAME = 64
 _MAX_WAITING = 10_000
+_MAX_WAITING_OF_A_CALL = 1024
+"""Ranks of a script, say; a worker may claim more, and would keep those of others out."""
+_LONGEST_TEXT = 300
+_MAX_LIST_BYTES = debug_rooms.MAX_LINE_BYTES - (64 << 10)
 
 
 class Submits(Protocol):
@@ -44,6 +50,8 @@ class WaitingCalls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[Row, Submits]] = {}
+        self._of_call: dict[str, set[str]] = {}
+        """What waits of each call, by the call's name."""
         self._process = 0
         self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 
@@ -52,27 +60,41 @@ class WaitingCalls:
         named = place.get("debugger")
         identity = named if type(named) is str and 0 < len(named) <= _LONGEST_NAME else call.id
         if place.get("kind") == "gone":
-            self._forget(identity)
+            self._forget(call, identity)
             return
         row = {
             "id": visible(identity[:8]),
             "name": call.name,
             "since": time.time(),
-            **{key: visible(place.get(key) or "") for key in ("kind", "file", "function", "pool")},
+            **{key: visible(place.get(key) or "")[-_LONGEST_TEXT:] for key in ("kind", "file", "function", "pool")},
             **{key: _number(place.get(key)) for key in ("line", "rank", "world_size")},
         }
         with self._lock:
             is_new = identity not in self._known
-            if is_new and len(self._known) >= _MAX_WAITING:
-                return
+            if is_first := call.id not in self._of_call:
+                self._of_call[call.id] = set()
+            of_call = self._of_call[call.id]
+            if is_new:
+                if len(self._known) >= _MAX_WAITING or len(of_call) >= _MAX_WAITING_OF_A_CALL:
+                    return
+                of_call.add(identity)
+            elif identity not in of_call:
+                return  # it is another call's, of another worker perhaps
             self._known[identity] = row, runner
             self._listen()
-        if is_new:
-            call.add_done_callback(lambda done: self._forget(identity))
+        if is_first:
+            call.add_done_callback(self._forget_all)
 
-    def _forget(self, identity: str) -> None:
+    def _forget(self, call: Call, identity: str) -> None:
         with self._lock:
-            self._known.pop(identity, None)
+            if identity in self._of_call.get(call.id, ()):
+                self._of_call[call.id].discard(identity)
+                self._known.pop(identity, None)
+
+    def _forget_all(self, call: Call) -> None:
+        with self._lock:
+            for identity in self._of_call.pop(call.id, ()):
+                self._known.pop(identity, None)
 
     def _listen(self) -> None:
         """Open the socket, once in each process."""
@@ -96,7 +118,7 @@ class WaitingCalls:
             while True:
                 message = line.receive()
                 if "list" in message:
-                    line.send({"waiting": [{**row, "process": os.getpid()} for row, _ in self._rows()]})
+                    line.send({"waiting": self._list()})
                 else:
                     self._attach(line, str(message.get("attach")))
         except OSError:
@@ -105,9 +127,19 @@ class WaitingCalls:
             line.close()
             self._connections.release()
 
-    def _rows(self) -> list[tuple[Row, Submits]]:
+    def _list(self) -> list[Row]:
+        """Return what waits, as much as one message holds: of each call the first, then the others."""
         with self._lock:
-            return list(self._known.values())
+            of_calls = [sorted(names & self._known.keys()) for names in self._of_call.values()]
+            found = [self._known[name][0] for turn in itertools.zip_longest(*of_calls) for name in turn if name]
+        rows: list[Row] = []
+        left = _MAX_LIST_BYTES
+        for row in found:
+            rows.append({**row, "process": os.getpid()})
+            left -= len(json.dumps(rows[-1])) + 2
+            if left < 0:
+                return rows[:-1]
+        return rows
 
     def _attach(self, line: Line, wanted: str) -> None:
         with self._lock:

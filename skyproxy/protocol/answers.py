@@ -270,14 +270,24 @@ def _stream_name(value: object) -> str:
     return str(value)
 
 
+def _place(value: object) -> Entries:
+    """Where a function waits for a debugger: short words and numbers, whatever else there is."""
+    kept = {key: entry for key, entry in table(value).items() if key in _PLACE_KEYS}
+    return {key: entry[:_MOST_NAME_CHARACTERS] if type(entry) is str else integer(entry) for key, entry in kept.items()}
+
+
+_PLACE_KEYS = frozenset({"kind", "file", "line", "function", "rank", "world_size", "pool", "debugger"})
+_MOST_NAME_CHARACTERS = 4096
+_WITHOUT_MORE = frozenset({"started", "stream", "output"})
+"""Events of which nothing is kept but what their shape has: they wait for a caller who may be slow."""
 _VALUE = fields(
     {"tensors": rows(rows(lambda value: value)), "bases": rows(size)},
     {"form": name, "not_plain": text, "changed": rows(size), "simple": flag},
 )
 EVENTS: dict[str, Shape] = {
-    "started": table,
-    "stream": table,
-    "output": fields({"text": _output_text, "stream": _stream_name}, {"lost": size, "waits": table}),
+    "started": fields({}),
+    "stream": fields({}),
+    "output": fields({"text": _output_text, "stream": _stream_name}, {"lost": size, "waits": _place}),
     "item": _VALUE,
     "result": _VALUE,
     "error": fields({}, {"tensors": rows(rows(lambda value: value)), "bases": rows(size), "form": name}),
@@ -301,7 +311,8 @@ def checked_event(kind: str, value: Entries) -> Entries:
         if raised_by_handler(error):
             raise
         raise _impossible_answer(f"a call ({kind})", value, error) from None
-    return {key: entry for key, entry in {**value, **checked_entries}.items() if key != _OURS}
+    more = {} if kind in _WITHOUT_MORE else value
+    return {key: entry for key, entry in {**more, **checked_entries}.items() if key != _OURS}
 
 
 def checked(control: str, answer: object) -> Any:

@@ -6,8 +6,10 @@ import contextlib
 import hmac
 import logging
 import socket
+import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from skyproxy.relays import edges
@@ -20,8 +22,8 @@ logger = logging.getLogger("skyproxy")
 MAX_BYTES = 2 << 30
 """Of a payload: beside what the function gets, it takes this once more on each machine, until the function begins."""
 LIFETIME_SECONDS = 3600.0
-_MAX_STRANGERS = 8
-"""Connections that have not shown a secret yet, beyond those that are waited for."""
+_MAX_STRANGERS = 32
+"""Connections that have not shown a secret yet, beyond those that are waited for; of more, the oldest ends."""
 _LOOK_SECONDS = 0.5
 
 
@@ -50,7 +52,7 @@ class Relay:
         self._expected: dict[bytes, bool] = {}
         """Secrets of processes that have not come, and whether each may be on this machine."""
         self._serving = 0
-        self._connected = 0
+        self._strangers: deque[ssl.SSLSocket] = deque()
 
     # --- how it comes -------------------------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Relay:
         threading.Thread(target=self._accept, args=(listening, context), name="skyproxy-relay", daemon=True).start()
         return port, fingerprint
 
-    def _accept(self, listening: socket.socket, context: object) -> None:
+    def _accept(self, listening: socket.socket, context: ssl.SSLContext) -> None:
         while not self._is_over() and self._expected:
             try:
                 peer, _ = listening.accept()
@@ -136,41 +138,53 @@ class Relay:
                 continue
             except OSError:  # closed
                 break
-            with self._changed:
-                too_many = self._connected - self._serving >= len(self._expected) + _MAX_STRANGERS
-                self._connected += not too_many
-            if too_many:
+            try:
+                peer.settimeout(edges.STALL_SECONDS)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                tls = context.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
+            except OSError:  # it has left already
                 peer.close()
                 continue
-            threading.Thread(target=self._serve, args=(peer, context), name="skyproxy-relay-child", daemon=True).start()
+            with self._changed:
+                self._strangers.append(tls)
+                if len(self._strangers) > len(self._expected) + _MAX_STRANGERS:
+                    # Not the new one: who only connects, and again and again, would keep out those that are expected.
+                    _shut_down(self._strangers.popleft())
+            threading.Thread(target=self._serve, args=(tls,), name="skyproxy-relay-child", daemon=True).start()
         listening.close()
         if time.monotonic() > self._until:
             self.end()
 
-    def _serve(self, peer: socket.socket, context: object) -> None:
+    def _serve(self, peer: ssl.SSLSocket) -> None:
         is_expected = False
         try:
             with peer:
-                peer.settimeout(edges.STALL_SECONDS)
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                with context.wrap_socket(peer, server_side=True) as tls:  # type: ignore[attr-defined]
-                    near = self._admit(edges.read_secret(tls))
-                    if near is not None:
-                        is_expected = True
-                        edges.send(tls, self._wait, near=near)
+                peer.do_handshake()
+                near = self._admit(edges.read_secret(peer), peer)
+                if near is not None:
+                    is_expected = True
+                    edges.send(peer, self._wait, near=near)
         except OSError as error:
             logger.debug("skyproxy: a payload was not passed on: %s", error)
         finally:
             with self._changed:
-                self._connected -= 1
+                self._know(peer)
                 self._serving -= is_expected
             self._end_if_done()
 
-    def _admit(self, secret: bytes) -> bool | None:
+    def _know(self, peer: ssl.SSLSocket) -> bool:
+        """Return whether it was a stranger until now; with the lock."""
+        before = len(self._strangers)
+        self._strangers = deque(one for one in self._strangers if one is not peer)
+        return len(self._strangers) < before
+
+    def _admit(self, secret: bytes, peer: ssl.SSLSocket) -> bool | None:
         """Return whether the process that shows this may be on this machine; None for one that is not waited for."""
         with self._changed:
             for expected in self._expected:
                 if hmac.compare_digest(expected, secret):
+                    if not self._know(peer):
+                        return None  # it was too slow, and was shut down: its secret is good for another time
                     self._serving += 1
                     return self._expected.pop(expected)
         return None
@@ -204,6 +218,12 @@ class Relay:
         if content is not None:
             content.close()
         self._on_end()
+
+
+def _shut_down(peer: ssl.SSLSocket) -> None:
+    """End a connection that a thread of ours waits for; the thread closes it."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(peer, socket.SHUT_RDWR)  # that of TLS would change what its thread is reading with
 
 
 def _listen(address: str) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import socket
+from socket import SHUT_RDWR, socket
 
 from skyproxy.webpage import page_file, security_headers
 
@@ -67,7 +68,7 @@ class PageServer(ThreadingHTTPServer):
         self._secrets: deque[str] = deque(maxlen=_MAX_KEYS)
         self._keys: deque[str] = deque(maxlen=_MAX_KEYS)
         self._lock = threading.Lock()
-        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._open: deque[_Request] = deque()
         self._thread = threading.Thread(
             target=self.serve_forever, kwargs={"poll_interval": 0.2}, name="skyproxy-web-view-http", daemon=True
         )
@@ -110,22 +111,23 @@ class PageServer(ThreadingHTTPServer):
     # --- connections -------------------------------------------------------------------------------------------------
 
     def process_request(self, request: _Request, client_address: object) -> None:
-        """Serve a connection on a thread of its own; one too many is closed."""
-        if not self._room.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._room.release()
-            raise
+        """Serve a connection on a thread of its own; of too many, the one that takes the longest ends.
 
-    def process_request_thread(self, request: _Request, client_address: object) -> None:
-        """Serve a connection on this thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
+        Another user of this machine, who says a byte every few seconds, would keep the new ones out else.
+        """
+        with self._lock:
+            self._open.append(request)
+            oldest = self._open.popleft() if len(self._open) > _MAX_CONNECTIONS else None
+        if isinstance(oldest, socket):
+            with contextlib.suppress(OSError):  # its thread closes it
+                oldest.shutdown(SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: _Request) -> None:
+        """Close a connection."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._open.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: _Request, client_address: object) -> None:
         """Note an error; a browser that leaves in the middle is none to speak of."""

@@ -73,6 +73,7 @@ class BesiegedWorker:
             path.write_text(text, encoding="ascii")
             path.chmod(0o600)
         self.log_file, self.folder = folder / "log", folder
+        self.is_apart = "--session-processes" in options
         (folder / "kept" / "snapshots").mkdir(parents=True)
         with self.log_file.open("wb") as log:
             self.process = start_worker(
@@ -141,8 +142,8 @@ def train(device: str) -> list[torch.Tensor]:
     return [torch.tensor(losses), *(parameter.detach().cpu() for parameter in model.parameters())]
 
 
-def recorded_call(worker: BesiegedWorker) -> CallStart:
-    """The message by which a client of ours begins a call of a harmless function."""
+def recorded_calls(worker: BesiegedWorker) -> tuple[CallStart, ...]:
+    """The messages by which a client of ours begins calls of harmless functions, in all ways that there are."""
     found: list[CallStart] = []
     send = WebSocketTransport.send
 
@@ -154,11 +155,22 @@ def recorded_call(worker: BesiegedWorker) -> CallStart:
     WebSocketTransport.send = note  # type: ignore[method-assign]
     try:
         with worker.connect() as node:
+            here, there = torch.ones(3), torch.ones(3, device=node.devices[0])
             node.run(divmod, 7, 2)
+            node.submit(divmod, 7, 0).exception(60)
+            node.run(torch.add, here, here[1:].sum())
+            node.run(torch.add, there, there)
+            node.run(torch.nn.Linear(2, 2).state_dict)
+            node.submit(divmod, 7, 2, isolate=True).result(60)
+            node.submit(divmod, 7, 2, debug=True, timeout=30.0).result(60)
+            node.submit(print, "text", results="value").result(60)
     finally:
         WebSocketTransport.send = send  # type: ignore[method-assign]
-    first = found[0]
-    return CallStart(first.call, first.task, first.sizes, tuple(bytes(item) for item in first.buffers))
+    return tuple(
+        CallStart(one.call, one.task, one.sizes, tuple(bytes(item) for item in one.buffers))
+        for one in found
+        if one.buffers
+    )
 
 
 class HonestClient:
@@ -196,11 +208,11 @@ def besiege(kind: str, folder: Path, seconds: float, seed: int = 0, attacks: int
     report = SiegeReport()
     worker = BesiegedWorker(kind, folder)
     try:
-        task = recorded_call(worker) if "functions" in kind else None
+        tasks = recorded_calls(worker) if "functions" in kind else ()
         with worker.connect() as node:
             honest = HonestClient(node)
             try:
-                _attack(worker, report, seconds, seed, attacks, task)
+                _attack(worker, report, seconds, seed, attacks, tasks)
                 _wait_for_sessions(worker, report)
             finally:
                 honest.stop()
@@ -213,7 +225,7 @@ def besiege(kind: str, folder: Path, seconds: float, seed: int = 0, attacks: int
 
 
 def _attack(
-    worker: BesiegedWorker, report: SiegeReport, seconds: float, seed: int, attacks: int, task: CallStart | None
+    worker: BesiegedWorker, report: SiegeReport, seconds: float, seed: int, attacks: int, tasks: tuple[CallStart, ...]
 ) -> None:
     forbidden = CANARY.to_bytes(8, "little")
     before: int | None = None
@@ -221,7 +233,7 @@ def _attack(
     for number in itertools.count(seed):
         if time.monotonic() >= until or number - seed >= attacks or worker.process.poll() is not None:
             break
-        attack = Attack(worker.port, HOSTILE, number, report.tally, forbidden, task)
+        attack = Attack(worker.port, HOSTILE, number, report.tally, forbidden, tasks, worker.is_apart)
         try:
             attack.run()
         except OSError as error:

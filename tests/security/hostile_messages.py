@@ -260,17 +260,25 @@ class Attack:
     Args:
         port, token: the worker's.
         seed: the number of the attack.
-        task: a recorded call of a function; None where the token may run none.
+        tasks: recorded calls of functions; none where the token may run none.
+        is_apart: whether the session has a process of its own.
         tally: what is counted.
         secret_bytes: what must never come back.
     """
 
     def __init__(
-        self, port: int, token: str, seed: int, tally: Tally, forbidden: bytes, task: CallStart | None = None
+        self,
+        port: int,
+        token: str,
+        seed: int,
+        tally: Tally,
+        forbidden: bytes,
+        tasks: tuple[CallStart, ...] = (),
+        is_apart: bool = False,
     ) -> None:
         self._port, self._token, self._tally, self._forbidden = port, token, tally, forbidden
         self.chance = random.Random(f"messages {seed}")
-        self.place = Place(self.chance, task=task)
+        self.place = Place(self.chance, tasks=tasks, is_apart=is_apart)
         self._links: dict[str, RawClient] = {}
         self._broken: list[RawClient] = []
         self._messages = self.chance.choice((10, 60, 200))
@@ -306,7 +314,7 @@ class Attack:
         first.say(Batch(self.place.next_sequence(), stream, tuple(FIRST_BUFFERS)))
         if chance.random() < 0.85:
             self._join(BULK)
-        if chance.random() < (0.8 if self.place.task is not None else 0.1):
+        if chance.random() < (0.8 if self.place.tasks else 0.1):
             self._join(FUNCTIONS)
         if chance.random() < 0.3:
             self._join(JOBS)

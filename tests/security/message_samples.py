@@ -84,7 +84,8 @@ class Place:
         request: its newest question.
         transfer: its newest transfer.
         call: its newest call.
-        task: a recorded `CallStart`; None where functions are not attacked.
+        tasks: recorded beginnings of calls; none where functions are not attacked.
+        is_apart: whether the session has a process of its own, so that payloads may be changed that it unpickles.
     """
 
     chance: random.Random
@@ -94,7 +95,8 @@ class Place:
     transfer: int = 100
     cancellation: int = 0
     call: str = "0" * 32
-    task: CallStart | None = None
+    tasks: tuple[CallStart, ...] = ()
+    is_apart: bool = False
     named: int = 0
     graphs: int = 0
     signature: int = NESTED
@@ -295,10 +297,21 @@ def _packed_chunk(place: Place) -> Message:
 
 
 def _call_start(place: Place) -> Message:
-    if place.task is None:
+    if not place.tasks:
         task = {"name": "f", "results": "plain", "context": b"", "tensors": [], "bases": [], "timeout": None}
         return CallStart(place.next_call(), task, [1], (b"x",))
-    return CallStart(place.next_call(), place.task.task, place.task.sizes, place.task.buffers)
+    recorded = place.chance.choice(place.tasks)
+    buffers = [bytes(item) for item in recorded.buffers]
+    if place.is_apart and place.chance.random() < 0.3:
+        buffers = [_with_other_bytes(item, place.chance) for item in buffers]
+    return CallStart(place.next_call(), recorded.task, [len(item) for item in buffers], tuple(buffers))
+
+
+def _with_other_bytes(data: bytes, chance: random.Random) -> bytes:
+    found = bytearray(data)
+    for _ in range(chance.randrange(3) if found else 0):
+        found[chance.randrange(len(found))] = chance.randrange(256)
+    return bytes(found if chance.random() < 0.9 else found[: len(found) // 2])
 
 
 def _job_request(place: Place) -> Message:
