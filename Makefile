@@ -172,6 +172,7 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.security.graph_fuzzing --graphs 300 --mode compiled
 	$(BIN)/python -m tests.security.snapshot_fuzzing
 	$(BIN)/python -m tests.security.hostile_messages
+	$(BIN)/python -m tests.security.function_answers
 
 # Each test of docs/reference/patches.md must fail without its replacement; half an hour.
 proof: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
