@@ -52,7 +52,7 @@ class Items:
 
 @dataclass(slots=True)
 class Ahead:
-    """How far what came of a call is ahead of its caller. Each number has one thread that writes it.
+    """Counts of what came of a call ahead of its caller. Each number has one thread that writes it.
 
     Attributes:
         call: the name of the function.

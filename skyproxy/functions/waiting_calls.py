@@ -51,7 +51,7 @@ class WaitingCalls:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[Row, Submits]] = {}
         self._of_call: dict[str, set[str]] = {}
-        """What waits of each call, by the call's name."""
+        """Names of what waits of each call, by the call's own."""
         self._process = 0
         self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 

@@ -271,7 +271,7 @@ def _stream_name(value: object) -> str:
 
 
 def _place(value: object) -> Entries:
-    """Where a function waits for a debugger: short words and numbers, whatever else there is."""
+    """Short words and numbers of the place where a function waits for a debugger, whatever else there is."""
     kept = {key: entry for key, entry in table(value).items() if key in _PLACE_KEYS}
     return {key: entry[:_MOST_NAME_CHARACTERS] if type(entry) is str else integer(entry) for key, entry in kept.items()}
 

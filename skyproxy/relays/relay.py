@@ -173,7 +173,7 @@ class Relay:
             self._end_if_done()
 
     def _know(self, peer: ssl.SSLSocket) -> bool:
-        """Return whether it was a stranger until now; with the lock."""
+        """Return whether it was a stranger until now; the lock is held."""
         before = len(self._strangers)
         self._strangers = deque(one for one in self._strangers if one is not peer)
         return len(self._strangers) < before
