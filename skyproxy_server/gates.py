@@ -6,7 +6,7 @@ While any gate is closed, the executor looks at the storages of every op; otherw
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -112,8 +112,10 @@ class Gates:
 
     def mark_failed(self, tensor: object, failed: Failed) -> None:
         """The tensor's storage was to be changed by a command that failed."""
-        if isinstance(tensor, torch.Tensor) and not self._is_marked(tensor, failed):
-            self.close(tensor, Gate(None, failed=failed))
+        if isinstance(tensor, torch.Tensor):
+            for part in _parts(tensor):
+                if not self._is_marked(part, failed):
+                    self.close(part, Gate(None, failed=failed))
 
     def _is_marked(self, tensor: torch.Tensor, failed: Failed) -> bool:
         return any(gate.failed is failed for gate in self.closed.get(storage_key(tensor) or _NO_STORAGE, ()))
@@ -140,14 +142,9 @@ class Gates:
         if self._shrunk and sizes:
             reads = list(reads)
             self.check_size(reads)
-        written = {storage_key(tensor) for tensor in writes if isinstance(tensor, torch.Tensor)}
-        for tensor in reads:
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            key = storage_key(tensor)
-            if key is None or key not in self.closed:
-                continue
-            for gate in list(self.closed[key]):
+        written = set(_keys(writes))
+        for key in _keys(reads):
+            for gate in list(self.closed.get(key, ())):
                 if gate.failed is not None:
                     raise PoisonedError(gate.failed)
                 if gate.blocks_reads or key in written:
@@ -242,6 +239,16 @@ def _own_uses() -> int:
 
 OWN_USES = _own_uses()
 """The reference count of a storage that only we hold."""
+
+
+def _keys(tensors: Iterable[object]) -> Iterator[int]:
+    """The keys of the storages in which tensors lie; a sparse one lies in several."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            for part in _parts(tensor):
+                key = storage_key(part)
+                if key is not None:
+                    yield key
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

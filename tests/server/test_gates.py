@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,6 +43,37 @@ def test_a_failed_change_is_raised_until_it_was_delivered_through_any_view() -> 
     gates.note_delivery(failed)
     assert not gates
     gates.wait_until_usable([x], [])
+
+
+_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "coo": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+    "csc": lambda x: x.to_sparse_csc(),
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+}
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_a_failed_change_of_a_sparse_tensor_is_raised_by_it_and_by_its_values(layout: str) -> None:
+    gates, failed = Gates(), failure()
+    sparse = _LAYOUTS[layout](torch.eye(4))
+    values = sparse._values() if layout == "coo" else sparse.values()
+    gates.mark_failed(sparse, failed)
+    for read in (sparse, values):
+        with pytest.raises(PoisonedError):
+            gates.wait_until_usable([read], [])
+    gates.note_delivery(failed)
+    gates.wait_until_usable([sparse, values], [])
+    assert not gates
+
+
+def test_who_changes_a_sparse_tensor_waits_for_its_values_to_leave() -> None:
+    gates, transfer, sparse = Gates(), Transfer(), torch.eye(4).to_sparse()
+    gates.close(sparse._values(), Gate(None, transfer.finished, transfer.wait, blocks_reads=False))
+    gates.wait_until_usable([sparse], [])
+    assert transfer.waits == 0
+    gates.wait_until_usable([sparse], [sparse])
+    assert transfer.waits == 1
 
 
 def test_delivery_of_one_failure_leaves_the_others() -> None:

@@ -236,17 +236,33 @@ def _wrap_fill(functional: OpOverload) -> Callable[..., torch.Tensor]:
     """
 
     def fill(*args: object, out: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        result = functional(*args, **kwargs)
-        if out.device != result.device:
-            raise mixed_devices_error(functional.name(), result.device, out.device)
-        maybe_resize_out(out, result.shape)
-        filled: torch.Tensor = safe_copy_out(copy_from=result, copy_to=out)
-        return filled
+        return _fill_from(functional(*args, **kwargs), out, functional.name())
 
     return fill
 
 
+def _fill_from(result: torch.Tensor, out: torch.Tensor, name: str) -> torch.Tensor:
+    """Make `out` what an operator gave, and return it.
+
+    Raises:
+        RuntimeError: it is on another device.
+    """
+    if out.device != result.device:
+        raise mixed_devices_error(name, result.device, out.device)
+    maybe_resize_out(out, result.shape)
+    filled: torch.Tensor = safe_copy_out(copy_from=result, copy_to=out)
+    return filled
+
+
+def _range(start: object, end: object, step: object = 1, *, out: torch.Tensor) -> torch.Tensor:
+    """`torch.range(out=)`, whose own form no worker runs: its kernel trusts its arguments."""
+    made = functools.partial(aten.range.step, dtype=out.dtype, device=out.device)
+    return _fill_from(made(start, end, step), out, "aten::range.out")
+
+
 _COMPOSITES: dict[str, Callable[..., object]] = {
+    "range.out": _range,
+    "range.out_": _range,
     "ctc_loss.Tensor": _ctc_loss,
     "set_.source_Tensor_storage_offset": set_to_part,
     "tensor_split.tensor_indices_or_sections": _tensor_split,

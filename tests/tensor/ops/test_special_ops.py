@@ -60,6 +60,17 @@ def test_the_out_form_of_composites_fills_it(sky1: str) -> None:
     _same(lambda x, out: (torch.linalg.matrix_rank(x, out=out), out), sky1, b, torch.tensor(7))
 
 
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
+@pytest.mark.parametrize("bounds", [(0, 1), (0, 1, 0.3), (5, -1, -2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_the_out_form_of_range_resizes_and_fills_it(bounds: tuple[float, ...], dtype: torch.dtype, sky1: str) -> None:
+    ours, theirs = torch.empty(0, dtype=dtype, device=sky1), torch.empty(0, dtype=dtype)
+    if dtype is torch.int64:
+        bounds = tuple(number if number == int(number) else 1 for number in bounds)
+    assert torch.range(*bounds, out=ours, device=sky1) is ours
+    assert torch.equal(ours.cpu(), torch.range(*bounds, out=theirs))
+
+
 def test_the_out_form_refuses_what_pytorch_refuses(sky1: str) -> None:
     a = torch.ones(2, 2, device=sky1)
     with pytest.raises(RuntimeError, match=r"can't be cast|expected out tensor to have dtype"):
@@ -143,6 +154,14 @@ def test_sparse_layouts_go_there_and_back(name: str, sky1: str) -> None:
         assert torch.equal(back.to_dense(), dense)
         assert torch.equal(remote.to_dense().cpu(), dense)
         assert torch.equal((remote * 2).to_dense().cpu(), dense * 2)
+
+
+def test_a_change_of_a_sparse_tensor_that_fails_is_raised_where_it_is_read(sky1: str) -> None:
+    for read in (lambda a: a.to_dense(), lambda a: a._values(), lambda a: a * 2):
+        sparse = torch.eye(3).to_sparse().to(sky1)
+        with pytest.raises(RuntimeError, match="not supported"):
+            read(sparse.add_(torch.ones(3, 3, device=sky1))).cpu()
+        assert torch.equal(sparse.to_dense().cpu(), torch.eye(3))  # it was told, and nothing has changed
 
 
 @pytest.mark.parametrize("name", ["coo", "csr", "csc"])
