@@ -254,15 +254,7 @@ def _fill_from(result: torch.Tensor, out: torch.Tensor, name: str) -> torch.Tens
     return filled
 
 
-def _range(start: object, end: object, step: object = 1, *, out: torch.Tensor) -> torch.Tensor:
-    """`torch.range(out=)`, whose own form no worker runs: its kernel trusts its arguments."""
-    made = functools.partial(aten.range.step, dtype=out.dtype, device=out.device)
-    return _fill_from(made(start, end, step), out, "aten::range.out")
-
-
 _COMPOSITES: dict[str, Callable[..., object]] = {
-    "range.out": _range,
-    "range.out_": _range,
     "ctc_loss.Tensor": _ctc_loss,
     "set_.source_Tensor_storage_offset": set_to_part,
     "tensor_split.tensor_indices_or_sections": _tensor_split,
@@ -332,6 +324,14 @@ _COMPOSITES["_sparse_coo_tensor_unsafe"] = _sparse_coo(aten._sparse_coo_tensor_u
 
 def _as_special(function: Callable[..., object]) -> Special:
     return lambda info, func, args, kwargs: function(*args, **kwargs)
+
+
+@implements("aten::range.out", "aten::range.out_")
+def _range(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+    """`torch.range(out=)`, whose own form no worker runs: its kernel trusts its arguments."""
+    out = kwargs["out"]
+    made = functools.partial(aten.range.step, dtype=out.dtype, device=out.device)
+    return _fill_from(made(*args), out, info.name)
 
 
 for _name, _function in _COMPOSITES.items():
