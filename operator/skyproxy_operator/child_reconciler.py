@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import datetime
 import hashlib
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,14 +105,19 @@ class ChildReconciler:
         if known is not None and known[0] == mark and time.monotonic() < known[1]:
             return known[2]
         self._open(uid, wanted)
-        status = ChildStatus()
-        token = await self._token(compute, status)
-        pair = await self._certificate(compute, spec, status, now)
-        wanted_objects = [children.service(compute, spec), children.network_policy(compute, spec, self._options)]
+        objects = [children.service(compute, spec), children.network_policy(compute, spec, self._options)]
         if spec.nodes > 1:
-            wanted_objects.append(children.headless_service(compute, spec))
-        for item in wanted_objects:
-            await self._apply(compute, item, status, blocks=item["kind"] == "Service")
+            objects.append(children.headless_service(compute, spec))
+        # Side by side: somebody waits for the first look, and none of these needs another.
+        parts = [ChildStatus() for _ in range(2 + len(objects))]
+        applied = (
+            self._apply(compute, item, part, blocks=item["kind"] == "Service")
+            for item, part in zip(objects, parts[2:], strict=True)
+        )
+        token, pair, *_ = await _all_of(
+            self._token(compute, parts[0]), self._certificate(compute, spec, parts[1], now), *applied
+        )
+        status = _put_together(parts)
         await self._claims(compute, spec, status)
         await self._budget(compute, spec, status, protected=protected)
         await self._gang(compute, spec, status)
@@ -365,6 +371,24 @@ class ChildReconciler:
             kinds = await self._cluster.served_kinds(group)
             self._kinds[group] = (time.monotonic() + _KINDS_SECONDS, kinds)
         return kinds
+
+
+async def _all_of(*works: Awaitable[Any]) -> list[Any]:
+    """Do works side by side, each to its end; what they give, in their order, or the first one's error."""
+    done = await asyncio.gather(*works, return_exceptions=True)
+    for item in done:
+        if isinstance(item, BaseException):
+            raise item
+    return done
+
+
+def _put_together(parts: Sequence[ChildStatus]) -> ChildStatus:
+    """Make one state of several; what blocks last is named."""
+    return ChildStatus(
+        blocking=next((part.blocking for part in reversed(parts) if part.blocking), None),
+        refusals=[cause for part in parts for cause in part.refusals],
+        former_token=next((part.former_token for part in parts if part.former_token), ""),
+    )
 
 
 def _note(status: ChildStatus, error: ApiError, *, blocks: bool) -> None:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from skyproxy_operator import status as state
+from skyproxy_operator.announcements import Announcement, event_of
 from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled, namespace_cause
 from skyproxy_operator.child_reconciler import ChildReconciler, ChildStatus
 from skyproxy_operator.cluster import ApiError, ClusterConnection
 from skyproxy_operator.cluster_view import ClusterView
 from skyproxy_operator.compute_spec import ComputeSpec
 from skyproxy_operator.decisions import (
-    Announcement,
     ObservedState,
     Plan,
     decide,
@@ -29,7 +28,7 @@ from skyproxy_operator.decisions import (
     refuse,
 )
 from skyproxy_operator.metrics import METRICS
-from skyproxy_operator.names import API_VERSION, FIELD_MANAGER, KIND
+from skyproxy_operator.names import API_VERSION, KIND
 from skyproxy_operator.options import Options
 from skyproxy_operator.pod_builder import build_pod
 from skyproxy_operator.probing import ENDING, ProbeCredentials, Prober
@@ -129,22 +128,35 @@ class Controller:
         self._memories: dict[Key, _Memory] = {}
         self._new_since: dict[Key, float] = {}
         self._running = False
+        self._is_current = True
         METRICS.computes.read = self._count_phases
         METRICS.queued.set_function(lambda: len(self.queue))
 
-    async def run(self) -> None:
-        """Looks at every Compute, and then at what the queue says, several at a time."""
-        self._running = True
-        for key in self._view.computes():
-            self.touch(key, routine=True)
+    async def run(self, catch_up: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Looks at every Compute, and then at what the queue says, several at a time.
+
+        Args:
+            catch_up: ends once the view shows all that another operator has written before. Meanwhile only Computes are
+                looked at that nobody has ever looked at, by what the API server says of them now.
+        """
+        self._running, self._is_current = True, catch_up is None
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(max(self._options.concurrency, 1)):
                     group.create_task(self._work(), name=f"skyproxy-reconciler-{number}")
+                self._touch_all()
+                if catch_up is not None:
+                    await catch_up()
+                    self._is_current = True
+                    self._touch_all()
         finally:
             self._running = False
             self.queue.close()
             await self._questions.close()
+
+    def _touch_all(self) -> None:
+        for key in self._view.computes():
+            self.touch(key, routine=True)
 
     def touch(self, key: Key, *, children: bool = False, routine: bool = False) -> None:
         """Look at a Compute soon: something happened to it or to a pod of it. Nothing, as long as this does not run.
@@ -156,9 +168,10 @@ class Controller:
         """
         if children and key in self._memories:
             self._children.recheck(self._memories[key].uid)
-        if not self._running:
+        compute = self._view.compute(*key)
+        if not self._running or not (self._is_current or _is_untouched(compute)):
             return
-        if _is_unjudged(self._view.compute(*key)):
+        if _is_unjudged(compute):
             self._new_since.setdefault(key, time.monotonic())
             self.queue.add(key, NEW)
         else:
@@ -211,6 +224,8 @@ class Controller:
         # A plan that is based on an old state could undo what another operator has done.
         self._view.check_current(_PATIENCE_SECONDS)
         compute = self._view.compute(namespace, name)
+        if not self._is_current and not await self._is_nobodys(compute):
+            return None
         if (since := self._new_since.pop(key, None)) is not None:
             METRICS.first_look.observe(time.monotonic() - since)
         memory = self._memories.get(key)
@@ -247,6 +262,14 @@ class Controller:
         memory.phase = plan.status["phase"]
         resync = self._options.resync_seconds
         return resync if plan.look_again_seconds is None else min(plan.look_again_seconds, resync)
+
+    async def _is_nobodys(self, compute: Object | None) -> bool:
+        """Tell whether nobody has looked at a Compute yet: what another operator has done does not matter then."""
+        if compute is None:
+            return False
+        metadata = compute["metadata"]
+        now = await self._cluster.read(API_VERSION, KIND, metadata["namespace"], metadata["name"])
+        return _is_untouched(now) and now["metadata"]["uid"] == metadata["uid"]
 
     async def _note_runtime(self, compute: Object, made: Resolution) -> None:
         """Write down what pods are made of before they are, so that it stays theirs when the runtime changes."""
@@ -443,6 +466,11 @@ def _is_unjudged(compute: Object | None) -> bool:
     return bool((compute.get("status") or {}).get("observedGeneration") != compute["metadata"].get("generation", 0))
 
 
+def _is_untouched(compute: Object | None) -> TypeGuard[Object]:
+    """Tell whether a Compute is there, and no look at it has come to its end."""
+    return compute is not None and not compute.get("status")
+
+
 def _is_over(compute: Object, uid: str) -> bool:
     """Return whether the Compute of this uid is being deleted, or another one has its name."""
     return "deletionTimestamp" in compute["metadata"] or compute["metadata"]["uid"] != uid
@@ -450,32 +478,3 @@ def _is_over(compute: Object, uid: str) -> bool:
 
 def _key(compute: Object) -> Key:
     return compute["metadata"]["namespace"], compute["metadata"]["name"]
-
-
-def event_of(compute: Object, announcement: Announcement, now: datetime.datetime) -> Object:
-    """An event on a Compute. The same one twice in a second has the same name, and so is one."""
-    metadata, stamp = compute["metadata"], state.timestamp(now)
-    text = f"{metadata['uid']} {announcement.reason} {announcement.message} {stamp}"
-    return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {
-            "name": f"{metadata['name']}.{hashlib.sha256(text.encode()).hexdigest()[:16]}",
-            "namespace": metadata["namespace"],
-        },
-        "involvedObject": {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "name": metadata["name"],
-            "namespace": metadata["namespace"],
-            "uid": metadata["uid"],
-            "resourceVersion": metadata.get("resourceVersion", ""),
-        },
-        "type": announcement.kind,
-        "reason": announcement.reason,
-        "message": announcement.message[:1000],
-        "source": {"component": FIELD_MANAGER},
-        "firstTimestamp": stamp,
-        "lastTimestamp": stamp,
-        "count": 1,
-    }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy_operator import status as state
+from skyproxy_operator.announcements import Announcement
 from skyproxy_operator.causes import (
     LOG_MARK,
     NAMESPACE_TERMINATING,
@@ -61,15 +62,6 @@ class ObservedState:
     events: Mapping[str, Sequence[Object]] = dataclasses.field(default_factory=dict)
     refusals: Sequence[Cause] = ()
     workload: Object | None = None
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """An event on the Compute."""
-
-    kind: str
-    reason: str
-    message: str
 
 
 @dataclass(frozen=True)

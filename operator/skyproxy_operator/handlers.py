@@ -64,7 +64,7 @@ class Operator:
         leadership = Leadership(cluster, options, f"{host}_{options.lease_identity or uuid.uuid4().hex[:8]}")
         self._tasks = [
             asyncio.create_task(view.run(), name="skyproxy-view"),
-            asyncio.create_task(leadership.run(partial(_lead, view, controller)), name="skyproxy-operator"),
+            asyncio.create_task(leadership.run(partial(controller.run, view.catch_up)), name="skyproxy-operator"),
         ]
         for task in self._tasks:
             task.add_done_callback(_check_end)
@@ -109,13 +109,6 @@ class Operator:
         elif change != "ADDED":
             # A child of ours that has just been created is as it should be.
             self.controller.touch(key, children=True)
-
-
-async def _lead(view: View, controller: Controller) -> None:
-    """Work, from what is there now: the one who led before has written, and a watch may be behind that."""
-    view.relist()
-    await view.synced()
-    await controller.run()
 
 
 def _check_end(work: asyncio.Task[None]) -> None:

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from skyproxy_operator.cluster import ApiError, ClusterConnection, version_of
+from skyproxy_operator.cluster import UNORDERED, ApiError, ClusterConnection, version_of
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, COMPUTE_LABEL, RUNTIME_LABEL
 from skyproxy_operator.runtimes import RUNTIME_KEY
@@ -60,6 +60,7 @@ class ObjectStore:
             on_change: called for each change.
         """
         self.version = 0
+        self._listed_version = 0
         self._group_of = group_of
         self._on_change = on_change
         self._items: dict[Place, Object] = {}
@@ -95,6 +96,7 @@ class ObjectStore:
         before, self._items, self._groups = self._items, {}, {}
         for item in items:
             self._put(item)
+        self._listed_version = version
         self._advance_to(version)
         for place, item in self._items.items():
             old = before.pop(place, None)
@@ -104,13 +106,13 @@ class ObjectStore:
             self._on_change("DELETED", item, True)
 
     def change(self, kind: str, item: Object) -> None:
-        """Take a change from the stream: ADDED, MODIFIED, DELETED or BOOKMARK."""
-        if kind in ("ADDED", "MODIFIED"):
-            self._put(item)
-        elif kind == "DELETED":
+        """Take a change from the stream: ADDED, MODIFIED, DELETED or BOOKMARK; older ones than the list are in it."""
+        if kind not in ("ADDED", "MODIFIED", "DELETED", "BOOKMARK") or version_of(item) <= self._listed_version:
+            return
+        if kind == "DELETED":
             self._remove(place_of(item))
         elif kind != "BOOKMARK":
-            return
+            self._put(item)
         self._advance_to(max(version_of(item), self.version))
         if kind != "BOOKMARK":
             self._on_change(kind, item, False)
@@ -172,7 +174,6 @@ class Informer:
         self._synced = asyncio.Event()
         self._failures = 0
         self._lost_at: float | None = None
-        self._watching: asyncio.Task[None] | None = None
 
     async def synced(self) -> None:
         """Wait until the store holds a list of now, or one that is being watched."""
@@ -182,30 +183,38 @@ class Informer:
         """Return for how long nothing has kept the store up to date; 0 while something does."""
         return 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
 
-    def relist(self) -> None:
-        """Forget how far the store has come: it is listed anew, and `synced` waits for that."""
-        self._synced.clear()
-        if self._watching is not None:
-            self._watching.cancel()
+    async def catch_up(self) -> None:
+        """Wait until the store shows everything that was there when this was called; the watch goes on meanwhile."""
+        await self.synced()
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                items, version = await self._list()
+            except Exception as exc:
+                logger.warning("%s are not listed: %s", self.kind, exc)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+            else:
+                if version > self.store.version:
+                    self.store.replace(items, version)
+                return
+
+    async def _list(self) -> tuple[list[Object], int]:
+        METRICS.lists.labels(kind=self.kind).inc()
+        return await self._cluster.list_version(self._api_version, self.kind, self.namespace, self._query)
 
     async def run(self) -> None:
         """Keep the store up to date until cancelled."""
         while True:
-            self._watching = asyncio.create_task(self._follow(), name=f"skyproxy-informer-{self.kind}")
             try:
-                await asyncio.wait({self._watching})
-            finally:
-                self._watching.cancel()
-                await asyncio.gather(self._watching, return_exceptions=True)
-            if not self._watching.cancelled() and (error := self._watching.exception()) is not None:
-                await self._pause(error)
+                await self._follow()
+            except Exception as exc:
+                await self._pause(exc)
 
     async def _follow(self) -> None:
         """List if the store may be behind what the server remembers, then watch as long as it goes well."""
         if not self._synced.is_set():
-            items, version = await self._cluster.list_version(self._api_version, self.kind, self.namespace, self._query)
-            self.store.replace(items, version)
-            METRICS.lists.labels(kind=self.kind).inc()
+            self.store.replace(*await self._list())
             self._is_current()
             self._synced.set()
         while True:
@@ -239,11 +248,11 @@ class Informer:
     def _is_current(self) -> None:
         self._lost_at = None
 
-    async def _pause(self, error: BaseException) -> None:
+    async def _pause(self, error: Exception) -> None:
         """Wait before the next try, longer each time; a version that the server has forgotten needs a list."""
         if self._lost_at is None:
             self._lost_at = time.monotonic()
-        if isinstance(error, ApiError) and error.status in (_GONE, _TOO_LARGE):
+        if isinstance(error, ApiError) and (error.status in (_GONE, _TOO_LARGE) or error.reason == UNORDERED):
             logger.info("%s are listed again: %s", self.kind, error)
             self._synced.clear()
         elif isinstance(error, ApiError):
@@ -320,10 +329,11 @@ class View:
         for informer in self._all_informers():
             await informer.synced()
 
-    def relist(self) -> None:
+    async def catch_up(self) -> None:
         """List everything anew: another process has written, and a watch may be behind it."""
+        # One after the other: who is new is looked at meanwhile.
         for informer in self._all_informers():
-            informer.relist()
+            await informer.catch_up()
 
     async def run(self) -> None:
         """Keep everything up to date until cancelled."""

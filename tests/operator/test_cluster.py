@@ -207,8 +207,8 @@ def test_listed_objects_know_their_kind(tmp_path: Path, monkeypatch: pytest.Monk
         assert items == [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}} for name in "ab"]
         assert version == 7
         assert [path.partition("?")[2] for _, path, _, _ in server.asked] == [
-            "labelSelector=x&limit=500",
-            "labelSelector=x&limit=500&continue=more",
+            "labelSelector=x&limit=100",
+            "labelSelector=x&limit=100&continue=more",
         ]
 
     run(scenario, tmp_path, monkeypatch)

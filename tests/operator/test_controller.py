@@ -340,6 +340,39 @@ def test_before_it_leads_nothing_is_queued_and_then_everything_is_looked_at() ->
     run_virtually(scenario(world))
 
 
+def test_a_new_leader_looks_at_new_ones_at_once_and_at_others_when_it_knows_what_was_done() -> None:
+    world = World()
+    for name in ("old", "behind"):
+        world.cluster.put(make_compute(name, uid=name))
+    world.cluster.objects["Compute", "lab", "old"]["status"] = {"phase": "Pending", "observedGeneration": 0}
+    # The watch has not brought yet that somebody has looked at this one.
+    behind = world.cluster.compute("lab", "behind")
+    world.cluster.objects["Compute", "lab", "behind"]["status"] = {"phase": "Running"}
+    compute = world.cluster.compute
+    world.cluster.compute = lambda *key: behind if key == ("lab", "behind") else compute(*key)  # type: ignore[method-assign]
+
+    async def scenario(world: World) -> None:
+        caught_up = asyncio.Event()
+        work = asyncio.create_task(world.controller.run(caught_up.wait))  # type: ignore[arg-type]
+        for name in ("old", "behind", "dev"):
+            world.controller.touch(("lab", name))
+        await asyncio.sleep(5)
+        assert world.names("Pod") == ["dev-0"]
+        assert world.status["phase"] == "Pending"
+        late = world.cluster.put(make_compute("late", uid="late"))
+        world.controller.touch(("lab", late["metadata"]["name"]))
+        await asyncio.sleep(5)
+        assert world.names("Pod") == ["dev-0", "late-0"]
+        world.cluster.compute = compute  # type: ignore[method-assign]
+        caught_up.set()
+        await asyncio.sleep(5)
+        assert sorted(world.names("Pod")) == ["behind-0", "dev-0", "late-0", "old-0"]
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+    run_virtually(scenario(world))
+
+
 def test_a_new_compute_goes_before_those_that_wait_already() -> None:
     world = World()
     judged = {"observedGeneration": 1}

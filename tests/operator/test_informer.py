@@ -169,7 +169,7 @@ class Api:
                 yield step
 
 
-def follow(api: Api, until: Callable[[Informer], bool], then: Callable[[Informer], None] | None = None) -> ObjectStore:
+def follow(api: Api, until: Callable[[Informer], bool]) -> ObjectStore:
     """Run an informer, in virtual time, until something holds."""
     store = ObjectStore(compute_of, Told())
 
@@ -181,9 +181,6 @@ def follow(api: Api, until: Callable[[Informer], bool], then: Callable[[Informer
                 await informer.synced()
                 while not until(informer):
                     await asyncio.sleep(0.01)
-                if then is not None:
-                    then(informer)
-                    await informer.synced()
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -233,11 +230,54 @@ def test_a_watch_that_ends_at_once_is_not_asked_for_in_a_circle() -> None:
     assert watches[-1] - watches[0] >= 7.4
 
 
-def test_after_a_change_of_leaders_everything_is_listed_anew() -> None:
-    api = Api([([pod("a", 3)], 5), ([pod("b", 8)], 9)], [])
-    store = follow(api, lambda _: len(api.asked) == 2, Informer.relist)
-    assert [what for _, what in api.asked[:3]] == ["list", "5", "list"]
-    assert names(store.group("lab", "dev")) == ["b"]
+def catch_up(api: Api) -> ObjectStore:
+    """Run an informer until it has its first list and one watch, and let it catch up once."""
+    store = ObjectStore(compute_of, Told())
+
+    async def main() -> None:
+        informer = Informer(api, store, "v1", "Pod")  # type: ignore[arg-type]
+        work = asyncio.create_task(informer.run())
+        await informer.synced()
+        async with asyncio.timeout(10_000):
+            await informer.catch_up()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+    run_virtually(main())
+    return store
+
+
+def test_who_catches_up_sees_what_the_watch_has_not_brought_yet_and_keeps_the_watch() -> None:
+    refused = ApiError("list of Pod", 503, "", "etcd is gone")
+    api = Api([([pod("a", 3)], 5), refused, ([pod("b", 8)], 9)], [])
+    store = catch_up(api)
+    assert [what for _, what in api.asked] == ["list", "5", "list", "list"]
+    assert (names(store.group("lab", "dev")), store.version) == (["b"], 9)
+
+
+def test_a_list_that_is_older_than_the_watch_changes_nothing() -> None:
+    class Slow(Api):
+        async def list_version(self, *place: Any) -> tuple[list[Object], int]:
+            answer = await super().list_version(*place)
+            await asyncio.sleep(1)  # meanwhile the watch goes on
+            return answer
+
+    api = Slow([([pod("a", 3)], 5), ([pod("a", 3)], 7)], [[event("DELETED", pod("a", 8)), event("ADDED", pod("c", 9))]])
+    store = catch_up(api)
+    assert (names(store.group("lab", "dev")), store.version) == (["c"], 9)
+
+
+@pytest.mark.parametrize("kind", ["ADDED", "MODIFIED", "DELETED"])
+def test_news_that_are_older_than_the_list_change_nothing(kind: str) -> None:
+    told = Told()
+    store = ObjectStore(compute_of, told)
+    store.replace([pod("a", 8)], 9)
+    told.changes.clear()
+    store.change(kind, pod("a", 6, phase="before"))
+    store.change(kind, pod("b", 7))
+    assert (store.objects(), store.version, told.changes) == ([pod("a", 8)], 9, [])
+    store.change("DELETED", pod("a", 10))
+    assert store.objects() == []
 
 
 # --- the view ---------------------------------------------------------------------------------------------------------
