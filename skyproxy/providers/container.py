@@ -11,12 +11,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers.all_or_none import run_all_or_none
 from skyproxy.providers.base import Endpoint, Launched, Progress, Report, WorkerSpec, refuse_options
 from skyproxy.providers.commands import run_command
-from skyproxy.providers.container_engine import CONFINEMENT, gpu_options
+from skyproxy.providers.container_engine import CONFINEMENT, gpu_options, is_running
 from skyproxy.providers.container_image import container_image
 from skyproxy.providers.image import Image
 from skyproxy.providers.local import devices_of_node, wait_for_worker
@@ -31,6 +32,8 @@ logger = logging.getLogger("skyproxy")
 _PORT = 8765
 _INCLUDES = "/opt/skyproxy-includes"
 _GPU = "nvidia.com/gpu"
+_ENGINE_END_SECONDS = 10.0
+"""For an engine to clear away a container that does not run any more."""
 
 
 class Container:
@@ -256,8 +259,14 @@ class Containers:
         worker = self._workers[rank]
         assert worker is not None
         node, local_rank = divmod(rank, self._spec.procs_per_node)
-        address = self._address(rank)
-        return Endpoint(self._urls[rank], worker.token, node, rank, local_rank, address, explain_end=worker.explain_end)
+        address, explain_end = self._address(rank), partial(self._explain_end, rank, worker)
+        return Endpoint(self._urls[rank], worker.token, node, rank, local_rank, address, explain_end=explain_end)
+
+    def _explain_end(self, rank: int, worker: LocalWorker) -> tuple[str, str] | None:
+        """Say how a worker ended, as `LocalWorker.explain_end` does; an engine may take its time to tell."""
+        return worker.explain_end() or (
+            None if is_running(self._cli, self._container(rank)) else worker.explain_end(_ENGINE_END_SECONDS)
+        )
 
     async def logs(self, rank: int) -> str:
         """The end of what the process wrote to its standard error."""

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ LABEL = "skyproxy.dev/worker"
 _KNOWN = ("docker", "podman")
 _SECONDS = 600.0
 """For one command: the first start of an image pulls it."""
+_QUESTION_SECONDS = 5.0
 _MOST_READ_BYTES = 1 << 20
 
 HOME_FOLDER = "/home/worker"
@@ -56,6 +58,18 @@ async def gpu_options(executable: str, count: int | None, devices: Sequence[str]
     if devices:
         return ["--gpus", f'"device={",".join(devices)}"']
     return ["--gpus", "all" if count is None else str(count)]
+
+
+def is_running(executable: str, name: str) -> bool:
+    """Tell whether a container runs; one that the engine says nothing of within some seconds does not."""
+    command = [executable, "inspect", "--format", "{{.State.Running}}", name]
+    try:
+        asked = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_QUESTION_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.stdout.strip() == b"true"
 
 
 @dataclass(frozen=True)

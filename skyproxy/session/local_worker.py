@@ -207,10 +207,10 @@ class LocalWorker:
             self._last_words = self._output.read().decode(errors="replace").strip()
         return self._last_words
 
-    def explain_end(self) -> tuple[str, str] | None:
+    def explain_end(self, patience_seconds: float = _END_TIMEOUT_SECONDS) -> tuple[str, str] | None:
         """Return how the process ended and the end of its log, for an error's text; None if it lives a moment later."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_SECONDS)
+            self._process.wait(patience_seconds)
         status = self._process.poll()
         if status is None:
             return None

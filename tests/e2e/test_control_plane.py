@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,13 @@ time.sleep(1000)
 """
 
 
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A short place for another run: a socket of the kubelet's below it has a path of 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="skyproxy-e2e-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
 def _processes(word: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -90,10 +99,8 @@ def _processes(word: str) -> list[str]:
 
 
 def test_a_run_that_is_killed_takes_its_processes_and_its_network_with_it(
-    control_plane: ControlPlane, stand_in: None, tmp_path: Path
+    control_plane: ControlPlane, stand_in: None, directory: Path
 ) -> None:
-    directory = tmp_path / "other-run"
-    directory.mkdir()
     run = subprocess.Popen(
         [sys.executable, "-c", _RUN, str(directory)],
         env={**os.environ, "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'operator'}"},
@@ -122,10 +129,8 @@ def test_a_run_that_is_killed_takes_its_processes_and_its_network_with_it(
 @pytest.mark.real
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_real_nodes_end_with_their_run(
-    control_plane: ControlPlane, real_nodes: RealNodes, tmp_path: Path, number: signal.Signals
+    control_plane: ControlPlane, real_nodes: RealNodes, directory: Path, number: signal.Signals
 ) -> None:
-    directory = tmp_path / "other-run"
-    directory.mkdir()
     run = subprocess.Popen(
         [sys.executable, "-c", _REAL_RUN, str(directory), str(real_nodes.store)],
         env={**os.environ, "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'operator'}"},

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -18,14 +19,14 @@ import psutil
 import pytest
 
 import skyproxy as sky
-from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.errors import ConfigurationError, SessionLostError, WorkerStartError
 from skyproxy.providers import Image, PipIndex, WorkerSpec
 from skyproxy.providers.container import Container
 from skyproxy.providers.container_engine import gpu_options
 from skyproxy.providers.container_image import container_image, containerfile
 
 ENGINE = """#!{python}
-import json, os, shutil, subprocess, sys, socket
+import json, os, shutil, subprocess, sys, socket, time
 home = {home!r}
 arguments = sys.argv[1:]
 with open(home + "/calls", "a") as file:
@@ -51,7 +52,15 @@ elif arguments[0] == "run":
     command[inside] = port
     if os.path.exists(home + "/broken"):
         sys.exit("exec format error")
-    os.execv(sys.executable, [sys.executable, *command[1:]])
+    if not os.path.exists(home + "/slow"):
+        os.execv(sys.executable, [sys.executable, *command[1:]])
+    status = subprocess.call([sys.executable, *command[1:]])
+    while not os.path.exists(home + "/asked"):  # it tells of the end once somebody has asked
+        time.sleep(0.05)
+    sys.exit(128 - status)
+elif arguments[0] == "inspect":
+    open(home + "/asked", "w").close()
+    print("false")
 elif arguments[0] == "--version":
     print("podman version 4.3.1" if os.path.exists(home + "/is-podman") else "Docker version 29.3.1, build c2be9cc")
     print("using cgroups-v1 is deprecated", file=sys.stderr)
@@ -96,6 +105,19 @@ def value_of(call: list[str], option: str) -> list[str]:
 def where() -> tuple[int, str, str | None]:
     info = sky.instance_info()
     return info.rank, info.head_addr, os.getenv("SECRET")
+
+
+@sky.compute
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_how_a_worker_ended_is_told_also_where_the_engine_takes_its_time(engine: Engine) -> None:
+    (engine.folder / "slow").touch()
+    with sky.Compute(name="slow", provider=Container(cli=str(engine.path)), image="worker:1") as pool:
+        with pytest.raises(SessionLostError, match=r"The worker is gone: its process .*SIGKILL"):
+            die() >> pool
+    assert engine.named("inspect")[0][-1].startswith("skyproxy-slow-")
 
 
 def test_two_nodes_are_two_containers_in_a_network(engine: Engine) -> None:
