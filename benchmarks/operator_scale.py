@@ -101,6 +101,11 @@ def requests_by_method(counts: dict[tuple[str, ...], float]) -> dict[str, float]
     return found
 
 
+def looks(operator: OperatorProcess) -> float:
+    """How many looks an operator has made."""
+    return operator.counts().get(("reconciles_total", "done"), 0.0)
+
+
 def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """What was added."""
     return {key: after[key] - before.get(key, 0.0) for key in sorted(after) if after[key] > before.get(key, 0.0)}
@@ -258,10 +263,11 @@ async def measure(kubeconfig: Path, folder: Path, computes: int, quiet_seconds: 
                 operators[-2].end(how)
                 waited = await until(operators[-1].leads, "the next operator leads", 120)
                 first = await world.first_look_seconds(f"after-{number}")
-                queued = operators[-1].counts()["queued",]
+                begun = time.monotonic()
+                await until(lambda: looks(operators[-1]) >= computes, "all are looked at", 600)
                 print(
-                    f"{how.name}: the next one leads after {waited:.1f} s; a new one is looked at after {first:.2f} s "
-                    f"({queued:.0f} others still wait)",
+                    f"{how.name}: the next one leads after {waited:.1f} s; a new one is looked at after {first:.2f} s, "
+                    f"and all others after {first + time.monotonic() - begun:.1f} s",
                     flush=True,
                 )
         finally:

@@ -28,7 +28,7 @@ Object = dict[str, Any]
 logger = logging.getLogger("skyproxy.operator")
 
 _PAGE = 100
-"""Objects of an answer: reading a larger one would keep all else from its turn for a quarter of a second."""
+"""Objects of an answer: reading a much larger one would keep all else from its turn for some tenths of a second."""
 UNORDERED = "Unordered"
 """Reason of an error: a version of which nothing can be said."""
 
