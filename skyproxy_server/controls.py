@@ -446,10 +446,10 @@ def clock(session: SessionState) -> int:
 
 @_control
 def profile_start(session: SessionState, shapes: bool, stacks: bool) -> None:
-    """From the next batch on, everything that the session runs is recorded."""
+    """From the next batch on, everything that the session runs is recorded; stacks are the client's own part."""
     if session.profile is not None:
         raise RuntimeError("this session is already being profiled")
-    session.profile = WorkerProfile(session.devices, session.reports, shapes=shapes, stacks=stacks)
+    session.profile = WorkerProfile(session.devices, session.reports, shapes=shapes)
 
 
 @_control

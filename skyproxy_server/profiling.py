@@ -29,13 +29,12 @@ class WorkerProfile:
         devices: what the session runs on.
         reports: what its client is told.
         shapes: whether the inputs' shapes are recorded.
-        stacks: whether Python stacks are; they are the worker's own.
 
     Raises:
         RuntimeError: another session of this worker is being profiled.
     """
 
-    def __init__(self, devices: WorkerDevices, reports: Reports, *, shapes: bool, stacks: bool) -> None:
+    def __init__(self, devices: WorkerDevices, reports: Reports, *, shapes: bool) -> None:
         if not _in_use.acquire(blocking=False):
             raise RuntimeError("another session of this worker is being profiled; try again when it is done")
         self._reports = reports
@@ -45,7 +44,9 @@ class WorkerProfile:
             self._cuda = devices.has_cuda
             if self._cuda:
                 activities.append(ProfilerActivity.CUDA)
-            self._profiler = torch.profiler.profile(activities=activities, record_shapes=shapes, with_stack=stacks)
+            # Without Python's stacks: PyTorch switches between the states of all threads to begin with those, and where
+            # there are others it can leave the interpreter to none of them, for ever.
+            self._profiler = torch.profiler.profile(activities=activities, record_shapes=shapes)
             self._profiler.start()
         except BaseException:
             _in_use.release()

@@ -162,7 +162,7 @@ class FunctionCall:
         timeout = self._task["timeout"]
         if timeout is not None:
             text = f"{self.name} did not finish within {timeout:g} s, the timeout of this call."
-            self._timer = threading.Timer(timeout, self.interrupt, (TimeoutError(text),))
+            self._timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), self.interrupt, (TimeoutError(text),))
             self._timer.daemon = True
             self._timer.start()
         self._counted = True
@@ -235,7 +235,7 @@ class FunctionCall:
         if seconds is None:
             self._execute(task, pieces, arguments)
             return
-        debugger = DEBUGGERS.begin(self.identity, seconds, self.tell_wait)
+        debugger = DEBUGGERS.begin(self.identity, min(seconds, threading.TIMEOUT_MAX), self.tell_wait)
         self.debugger = debugger
         try:
             self._execute(task, pieces, arguments)

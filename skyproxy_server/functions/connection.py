@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from types import NoneType
 
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.payloads.pieces import MAX_FORGOTTEN, Assembly, send_payload
@@ -91,8 +90,10 @@ class FunctionsConnection:
         file, passed = task.pop("file", None), task.pop("passed", None)
         fits = fits and (file is None or (is_payload_file(file) and not message.buffers))
         fits = fits and (passed is None or (_is_name(passed) and file is None and not message.buffers))
-        fits = fits and type(task.get("isolate", False)) is bool and type(task.get("debug")) in (float, NoneType)
-        if not fits or type(task.get("timeout")) not in (float, NoneType) or len(task["bases"]) >= len(message.sizes):
+        fits = fits and type(task.get("isolate", False)) is bool
+        task["timeout"], task["debug"] = (task.get(name) for name in ("timeout", "debug"))
+        fits = fits and _is_time(task["timeout"]) and _is_time(task["debug"])
+        if not fits or len(task["bases"]) >= len(message.sizes):
             raise ProtocolError(f"the task of call {message.call:.8} is malformed")
         if len(self._coming) >= self._settings.max_calls:
             raise ProtocolError(f"more than {self._settings.max_calls} payloads are on their way at once")
@@ -176,6 +177,11 @@ def _has_known_options(task: dict[str, object]) -> bool:
         return False
     names: list[object] = task.get("forget", [])  # type: ignore[assignment]
     return len(names) <= MAX_FORGOTTEN and all(map(_is_name, names))
+
+
+def _is_time(seconds: object) -> bool:
+    """Return whether something can be waited for so long; None is for ever."""
+    return seconds is None or (type(seconds) is float and seconds >= 0.0)
 
 
 def _is_name(name: object) -> bool:

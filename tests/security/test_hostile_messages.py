@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,22 @@ def test_an_attack_begins_from_right_commands_and_controls() -> None:
             stream, buffers = stream_of([COMMAND_SAMPLES[number](place)])
             executor.run(Batch(place.next_sequence(), stream, buffers))
     executor.end()
+
+
+def test_no_client_has_a_worker_trace_the_python_of_all_threads() -> None:
+    """PyTorch can leave the interpreter to no thread for ever, where it begins to do so beside others."""
+    executor = Executor(
+        [{"type": "cpu", "index": 0, "name": "CPU"}], lambda message: None, Transfers(1 << 20), SETTINGS
+    )
+    place = Place(random.Random(1))
+    request = [commands.CALL, place.next_request(), "profile_start", [True, True]]
+    executor.run(Batch(place.next_sequence(), request))
+    try:
+        assert executor.state.profile is not None
+        assert not executor.state.profile._profiler.with_stack
+        assert sys.getprofile() is None
+    finally:
+        executor.end()
 
 
 def test_a_thousand_frames_are_decoded_or_refused() -> None:

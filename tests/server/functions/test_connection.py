@@ -175,3 +175,27 @@ def test_who_may_not_bind_cannot(calls: Calls) -> None:
     serve(client, calls)
     assert "malformed" in client.closed
     assert calls.names() == []
+
+
+@pytest.mark.parametrize("name", ["timeout", "debug"])
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0, "1", 1])
+def test_a_time_that_cannot_be_waited_for_ends_the_connection(calls: Calls, name: str, seconds: object) -> None:
+    client = Client(start("a", bound=True, **{name: seconds}))
+    serve(client, calls, [])
+    assert "malformed" in client.closed
+    assert calls.running == 0
+
+
+@pytest.mark.parametrize("options", [{"timeout": float("inf")}, {"timeout": 1e308}, {}, {"debug": float("inf")}])
+def test_who_says_no_time_or_one_without_end_waits_for_the_function(calls: Calls, options: dict[str, object]) -> None:
+    begin = start("a", bound=True, **options)
+    if "timeout" not in options:
+        del begin.task["timeout"]
+    client = Client(begin)
+    serve(client, calls, [])
+    wait_for_end(calls, "a")
+    call = calls._get("a")
+    assert call is not None
+    assert [event.kind for event in call.events._log] == ["started", "result"]
+    assert client.closed == ""
+    assert calls.running == 0
