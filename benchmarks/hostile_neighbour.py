@@ -4,6 +4,7 @@
     python benchmarks/hostile_neighbour.py --rounds 5 --waits 2000
     python benchmarks/hostile_neighbour.py --only stalled_upload
     python benchmarks/hostile_neighbour.py --alike
+    python benchmarks/hostile_neighbour.py --plain
 
 One worker with two tokens and a process for each session; the hostile token may run functions, too, and has eight
 sessions, 24 connections and 1 GiB of memory. Each round measures the honest client alone and then beside all means at
@@ -11,7 +12,9 @@ once, each of which is a program of its own that goes on until it is ended: half
 there may be, frames of very many lists, a power without end in a graph, an upload that never comes under another
 default dtype, tensors larger than any memory, uploads without end, crashes, and native code that holds the interpreter.
 The programs have the lowest priority, for they stand for other machines; what they do in the worker has not. The honest
-client's training must end in the same bits. Compare within a run, on a machine that does nothing else.
+client's training must end in the same bits. Compare within a run, on a machine that does nothing else. `--plain` also
+measures two processes that pass a few bytes to and fro over a socket, without skyproxy: what the system does to anybody
+who waits beside all that.
 """
 
 from __future__ import annotations
@@ -238,6 +241,35 @@ def besieged(url: str, token: str, names: list[str]) -> Iterator[dict[str, int]]
             done[name] = done.get(name, 0) + child.communicate()[0].count(name)
 
 
+@contextlib.contextmanager
+def exchange() -> Iterator[Callable[[int], list[float]]]:
+    """Seconds of each of so many exchanges between this process and another, which does nothing but answer."""
+    answer = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+    answer += "s.setsockopt(6, 1, 1)\nwhile data := s.recv(64): s.sendall(data)"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        child = subprocess.Popen([sys.executable, "-c", answer, str(server.getsockname()[1])])
+        try:
+            peer, _ = server.accept()
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def measure(count: int) -> list[float]:
+                found: list[float] = []
+                for _ in range(count):
+                    started = time.perf_counter()
+                    peer.sendall(b"x" * 32)
+                    peer.recv(64)
+                    found.append(time.perf_counter() - started)
+                    while time.perf_counter() - started < 2e-4:
+                        pass  # as much as a client computes between two waits
+                return found
+
+            with peer:
+                yield measure
+        finally:
+            child.kill()
+            child.wait()
+
+
 def activity(url: str, token: str) -> dict[str, object]:
     request = urllib.request.Request(
         f"{url.replace('ws://', 'http://')}/activity", headers={"Authorization": f"Bearer {token}"}
@@ -277,6 +309,7 @@ def main() -> int:
     parser.add_argument("--each", action="store_true", help="also each of the means by itself")
     parser.add_argument("--settle-seconds", type=float, default=5.0, help="time before the waits that they have")
     parser.add_argument("--alike", action="store_true", help="without priorities of sessions, to compare")
+    parser.add_argument("--plain", action="store_true", help="also an exchange over a socket, without skyproxy")
     parser.add_argument("--attack", choices=MEANS, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -287,6 +320,7 @@ def main() -> int:
     right = True
     with (
         worker(*["--no-session-priorities"] * arguments.alike) as (url, honest, hostile),
+        exchange() as exchanges,
         skyproxy.connect(url, token=honest) as node,
     ):
         device = str(node.devices[0])
@@ -295,17 +329,25 @@ def main() -> int:
         for label, chosen in rows:
             alone: list[float] = []
             beside: list[float] = []
+            plain: dict[str, list[float]] = {"alone": [], "beside": []}
             for _ in range(arguments.rounds):
                 wait_for_calm(url, honest)
                 alone += waits(node, arguments.waits)
+                plain["alone"] += exchanges(arguments.waits * arguments.plain)
                 with besieged(url, hostile, chosen) as done:
                     time.sleep(arguments.settle_seconds)
                     beside += waits(node, arguments.waits)
+                    plain["beside"] += exchanges(arguments.waits * arguments.plain)
                     right = right and all(map(torch.equal, train(device), expected))
             ratio = p99(beside) / p99(alone)
             figures = f"p99 {p99(alone) * 1e3:.2f} ms alone, {p99(beside) * 1e3:.2f} ms beside: {ratio:.1f}x"
             medians = f"median {statistics.median(alone) * 1e3:.2f} and {statistics.median(beside) * 1e3:.2f} ms"
             print(f"{label}: .item() {figures}; {medians}; deeds of the last round {done}", flush=True)
+            if arguments.plain:
+                figures = f"{p99(plain['alone']) * 1e3:.2f} ms alone, {p99(plain['beside']) * 1e3:.2f} ms beside"
+                print(
+                    f"  a plain exchange: p99 {figures}: {p99(plain['beside']) / p99(plain['alone']):.1f}x", flush=True
+                )
     print("training beside them:", "bit-identical" if right else "NOT bit-identical")
     return 0 if right else 1
 
