@@ -18,6 +18,7 @@ from pathlib import Path
 from skyproxy import import_watcher
 from skyproxy.collector import collector_paused, set_loaded_aside
 from skyproxy.errors import ConfigurationError
+from skyproxy.runtime.checkpoints import remove_left_folders
 from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
@@ -93,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 devices = inventory(arguments.device)
             session_host = _session_host(arguments, devices, blobs)
         logger.info("devices: %s", ", ".join(_name(row) for row in devices))
+        remove_left_folders()
         if not wait_for_ports(arguments.host, arguments.after_port, stop):
             return 0
         apart = options.asks_for_processes(arguments) or (processes is not None and processes.has_users)

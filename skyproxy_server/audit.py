@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 
@@ -22,5 +23,10 @@ def note(identity: Identity, event: str, **details: object) -> None:
             end its quotes or its line.
     """
     fields = {"token": identity.name, "address": identity.address, **details}
-    text = " ".join(f"{key}={json.dumps(str(value)[:_LONGEST_VALUE])}" for key, value in fields.items())
+    text = " ".join(f"{key}={_quote(str(value)[:_LONGEST_VALUE])}" for key, value in fields.items())
     logger.info("%s %s", event, text)
+
+
+@functools.lru_cache(1024)
+def _quote(value: str) -> str:
+    return json.dumps(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import deque
 from typing import TYPE_CHECKING, TextIO
 
@@ -32,6 +33,15 @@ class OneLineFormatter(logging.Formatter):
         """
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._prefix = f"[{session[:8]}] " if session else ""
+        self._second = -1, ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """Return the time of a record; that of the last one, where it is of the same second."""
+        second, text = self._second
+        if second != int(record.created):
+            second, text = int(record.created), time.strftime(self.default_time_format, time.localtime(record.created))
+            self._second = second, text
+        return f"{text},{int(record.msecs):03d}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         text = record.message
@@ -45,8 +55,15 @@ class _HandlerWithTail(_StreamHandler):
     """Writes lines, and keeps the latest of them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        LOG_TAIL.append(self.format(record)[:_MAX_TAIL_CHARACTERS])
-        super().emit(record)
+        try:
+            line = self.format(record)
+            LOG_TAIL.append(line[:_MAX_TAIL_CHARACTERS])
+            self.stream.write(line + self.terminator)
+            self.flush()
+        except RecursionError:
+            raise
+        except Exception:
+            self.handleError(record)
 
 
 def log_to_stderr(level: str, session: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import logging
 import sys
@@ -19,8 +20,8 @@ from skyproxy.errors import (
     RemoteTraceback,
     UntrustedResultError,
     visible,
-    visible_output,
 )
+from skyproxy.functions.caller_streams import CallerStreams
 from skyproxy.functions.items import Ahead, Items
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.pickling import PLAIN, Unpickler
@@ -84,6 +85,7 @@ class Call:
         id: names the call on its worker, see `Node.reattach`. It is a secret: whoever knows it can fetch the result.
         name: the function's name.
         on_wait: called where the function waits at a breakpoint.
+        on_question: called where the function calls an actor elsewhere.
         is_light: whether it has a result, of a few bytes of plain data: taking it takes no time and runs no code of
             the user's.
     """
@@ -99,13 +101,15 @@ class Call:
         self.received = 0
         self.attempts = 0
         self.on_wait: Callable[[Call, breakpoints.Place], None] | None = None
+        self.on_question: Callable[[Call, ReceivedEvent], None] | None = None
         self._channel = channel
         self._adopter = adopter
-        self._on_output = on_output or _Streams()
+        self._on_output = on_output or CallerStreams()
         # The caller's context, by which Jupyter knows the cell that output belongs to.
         self._context = contextvars.copy_context()
         self._future: concurrent.futures.Future[ReceivedEvent] = concurrent.futures.Future()
-        self._begun: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._has_begun = False
+        self._on_begin: list[Callable[[], object]] = []
         self._items, self.ahead = Items(), Ahead(name)
         self.is_light = False
         self._ended = False
@@ -142,11 +146,7 @@ class Call:
                 raise error.with_traceback(None)
             finally:
                 del error, self  # else its traceback would hold this frame, and the frame would hold it
-        return _Iterator(self) if self._is_stream else self._value
-
-    @property
-    def _is_stream(self) -> bool:
-        return self._future.result().kind == "stream"
+        return _Iterator(self) if self._future.result().kind == "stream" else self._value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the function's end, and return what it raised, None if it returned.
@@ -219,7 +219,9 @@ class Call:
 
     def add_started_callback(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the function has begun on the worker, or will not; at once if that is so already."""
-        self._begun.add_done_callback(lambda future: callback())
+        self._on_begin.append(callback)
+        if self._has_begun:
+            self._tell_of_beginning()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._wait_for_value().__await__()
@@ -312,12 +314,17 @@ class Call:
         """Takes note of an event: on the delivering thread, or on the reading one where nothing waits for that."""
         if came.kind in ("result", "error") and not self._conclusion.acquire(blocking=False):
             return
-        if came.kind in ("started", "result", "error") and not self._begun.done():
-            self._begun.set_result(None)
+        if came.kind in ("started", "result", "error"):
+            self._has_begun = True
+            self._tell_of_beginning()
         if came.kind == "started":
             self.payload = None
         elif came.kind == "output":
             self._print(came)
+        elif came.kind == "ask":
+            self._note_shown(came.number, 0)
+            if self.on_question is not None and not self._ended:
+                self.on_question(self, came)
         elif self._ended:
             pass  # cancelled
         elif came.kind == "stream":
@@ -336,6 +343,11 @@ class Call:
             self._channel.remove(self)
             if self._future.cancelled():
                 self.forget()
+
+    def _tell_of_beginning(self) -> None:
+        while self._on_begin:
+            with contextlib.suppress(IndexError):  # another thread had the last one
+                self._on_begin.pop()()
 
     def _settle(self, came: ReceivedEvent) -> bool:
         """Return whether nobody had settled the future before."""
@@ -364,8 +376,11 @@ class Call:
             logger.exception("skyproxy: on_output of %s failed; the call goes on", self.name)
         if self.on_wait is not None and not self._ended and "waits" in came.value:
             self.on_wait(self, came.value["waits"])
-        self._shown = came.number
-        self._unacked += len(text) + _EVENT_CHARACTERS
+        self._note_shown(came.number, len(text))
+
+    def _note_shown(self, number: int, characters: int) -> None:
+        self._shown = number
+        self._unacked += characters + _EVENT_CHARACTERS
         if self._unacked >= _ACK_OUTPUT_CHARACTERS:
             self.ack_output()
 
@@ -446,8 +461,7 @@ class Call:
             self._forgotten = True
             self._channel.forget(self)
 
-    def __del__(self) -> None:
-        # An interrupt may have struck before all attributes were there.
+    def __del__(self) -> None:  # an interrupt may have struck before all attributes were there
         if getattr(self, "_forgotten", True) is False and sys is not None:
             self.forget()
 
@@ -483,18 +497,3 @@ class _Iterator(Iterator[Any]):
 
     def __del__(self) -> None:
         self._call.give_up()
-
-
-class _Streams:
-    """Writes to the `sys.stdout` and `sys.stderr` that the caller had."""
-
-    def __init__(self) -> None:
-        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-
-    def __call__(self, stream: str, text: str) -> None:
-        target = self._streams[stream]
-        if target is None or getattr(target, "closed", False):
-            target = getattr(sys, stream)
-        if target is not None:
-            target.write(visible_output(text))
-            target.flush()

@@ -34,6 +34,8 @@ _MAX_ATTEMPTS = 3
 _MAX_TO_FORGET = 256
 _EVENT_BYTES = 64
 """The bytes that an event takes beside its text and payload."""
+_QUESTION_BYTES = 4096
+"""The bytes that a question counts, whatever it brings: the worker sends it without waiting for room."""
 _NEVER_BEGUN = "never begun"
 _NO_FUNCTION = "no function"
 
@@ -283,7 +285,9 @@ class FunctionChannel:
         call = self._calls.get(event.call)
         if call is None or call.ahead.has_end or (event.number and event.number <= call.received):
             return
-        event = replace(event, value=checked_event(event.kind, event.value))
+        value = checked_event(event.kind, event.value)
+        if value is not event.value:
+            event = replace(event, value=value)
         if event.kind == "unknown":
             self._on_unknown(call, str(event.value.get("reason")))
             return
@@ -309,10 +313,12 @@ class FunctionChannel:
 
     def _pass_on(self, call: Call, event: CallEvent, assembly: Assembly[object]) -> None:
         size = sum(event.sizes) + len(event.value.get("text", "")) + _EVENT_BYTES
+        if event.kind == "ask":
+            size = _QUESTION_BYTES
         call.ahead.note(event.kind, self._settings)
         call.received = event.number
         came = ReceivedEvent(event.kind, event.number, event.value, assembly.pieces, size)
-        if event.kind == "output" or call.ahead.is_queued:
+        if event.kind in ("output", "ask") or call.ahead.is_queued:
             call.ahead.queued += size
             self._to_deliver.put((call, came))
         else:

@@ -20,6 +20,7 @@ from skyproxy.functions.channel import FunctionChannel
 from skyproxy.functions.payload import Payload
 from skyproxy.functions.payload_file import PassedPayload, PayloadFile
 from skyproxy.functions.project_sync import ProjectSync
+from skyproxy.functions.questions import pass_on
 from skyproxy.functions.waiting_calls import WAITING_CALLS
 from skyproxy.payloads.pickling import PICKLE, PLAIN
 from skyproxy.protocol import commands
@@ -244,6 +245,7 @@ class Runner:
         adopter = Adopter(identity, self.session, self.devices, tensors, trusted)
         call = Call(identity, name, self._channel, adopter, on_output)
         call.on_wait = partial(WAITING_CALLS.note, self)
+        call.on_question = partial(pass_on, self)
         return call
 
     def _check(self) -> None:

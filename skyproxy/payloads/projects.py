@@ -108,11 +108,16 @@ def project_folders() -> tuple[Folder, ...]:
         if raised_by_handler(error):
             raise
         working = ""  # it was removed
-    found = dict(_folders_in(tuple(sys.path), working))
     with _lock:
         _project_modules()
-        for folder in (*_editable_folders(), *_roots_of_projects):
-            found.setdefault(folder, False)
+        return _all_folders(tuple(sys.path), working, (*_editable_folders(), *_roots_of_projects))
+
+
+@functools.lru_cache(16)
+def _all_folders(path: tuple[str, ...], working: str, others: tuple[str, ...]) -> tuple[Folder, ...]:
+    found = dict(_folders_in(path, working))
+    for folder in others:
+        found.setdefault(folder, False)
     return tuple(found.items())
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ActorDiedError, ConfigurationError, SessionLostError
+from skyproxy.payloads.sent_actors import SENT_HANDLES, call_for_another, call_own_actor, no_items
 from skyproxy.pools.call_options import CallOptions, Retry, is_stream
+from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute, warn_in_a_loop
 from skyproxy.pools.pool_task import PoolTask
 from skyproxy.pools.scheduler import Scheduler
-from skyproxy.runtime.actors import call_actor
 
 if TYPE_CHECKING:
     from skyproxy.pools.actor_place import ActorPlace
 
+_waiting = threading.Lock()
+_BY_NAME: weakref.WeakValueDictionary[str, ActorCalls] = weakref.WeakValueDictionary()
+"""The queues of this program's actors, by their names on workers."""
 _RETRIES = 1_000_000
 """For `retry=True`: how often is for `max_restarts` to say."""
 
@@ -86,7 +91,7 @@ class ActorMethod:
             raise TypeError(f"{self.__qualname__}(): {error}") from None
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise stays_here(self.__qualname__)
+        return getattr, (self.owner, self.name)
 
     def __repr__(self) -> str:
         return f"<method {self.__qualname__} of an {self.__skyproxy_calls__.place}>"
@@ -99,12 +104,11 @@ def _signature(function: Callable[..., object]) -> inspect.Signature | None:
         return None
 
 
-def stays_here(name: str) -> ConfigurationError:
-    """The error for who sends an actor, or a method of one, to a worker."""
-    return ConfigurationError(
-        f"{name} belongs to an actor, which is called from the program that made it: workers have no connection to "
-        "each other. Call it here, and pass its result."
-    )
+class RelayedMethod(ActorMethod):
+    """The same, called by a function on a worker: its one argument is what that worker has written of them."""
+
+    def check(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Nothing: nobody reads the arguments here."""
 
 
 class ActorTask(PoolTask):
@@ -131,6 +135,77 @@ class ActorCalls(Scheduler):
         self._options = options
         # Looked up now: finalizers run anywhere, even where its lock is held.
         self._loop = loop_thread()
+        self._waits_for: list[ActorCalls] = []
+        """The actors whose answers calls of this one wait for."""
+        _BY_NAME[place.identity] = self
+
+    # --- calls from workers -------------------------------------------------------------------------------------------
+
+    def keep(self, handle: object) -> None:
+        """A handle is being sent to somebody: the actor lives until the pool ends.
+
+        Raises:
+            ConfigurationError: it has ended.
+        """
+        with self._lock:
+            if self._closed:
+                raise ConfigurationError(f"{self.place.name} belongs to an actor that has ended, with its pool.")
+            SENT_HANDLES.add(self.place.identity, handle)
+
+    def submit_for(self, handle: object, name: str, content: bytes, asker: str) -> PoolFuture[bytes]:
+        """Call a method for a function on a worker.
+
+        Args:
+            handle: of this actor.
+            name: of the method.
+            content: its arguments, as that worker wrote them.
+            asker: the actor that asks; empty for a task.
+
+        Returns:
+            The future of what `call_for_another` returns.
+
+        Raises:
+            AttributeError: there is no such method.
+            ConfigurationError: it gives items one by one, or would wait forever.
+            LimitExceededError: too many calls wait already.
+        """
+        method = getattr(handle, name)
+        if not isinstance(method, ActorMethod) and name != "__call__":
+            raise AttributeError(f"{self.place.name} has no method {name:.100}.")
+        relayed = RelayedMethod(handle, self, name, getattr(method, "__skyproxy_function__", method))
+        if is_stream(relayed):
+            raise no_items(relayed.__qualname__)
+        call: PendingCompute[bytes] = PendingCompute(relayed, (content,), {}, CallOptions(), name)
+        asking = _BY_NAME.get(asker)
+        with _waiting:
+            if asking is not None and self._waits_on(asking, set()):
+                raise ConfigurationError(
+                    f"{relayed.__qualname__} would wait forever: the {self.place} waits for the {asking.place}, which "
+                    "asks. Let it run more calls at a time, @actor(concurrency=2), or return what it needs."
+                )
+            if asking is not None:
+                asking._waits_for.append(self)
+        try:
+            future = self.submit(call)
+        except BaseException:
+            self._end_wait(asking)
+            raise
+        future.add_done_callback(lambda done: self._end_wait(asking))
+        return future
+
+    def _waits_on(self, asking: ActorCalls, seen: set[ActorCalls]) -> bool:
+        """Return whether calls of this actor go on only when the other's do."""
+        if self._options.concurrency > 1 or self in seen:
+            return False
+        seen.add(self)
+        return self is asking or any(other._waits_on(asking, seen) for other in self._waits_for)
+
+    def _end_wait(self, asking: ActorCalls | None) -> None:
+        if asking is not None:
+            with _waiting:
+                asking._waits_for.remove(self)
+
+    # --- its queue ----------------------------------------------------------------------------------------------------
 
     def _task(self, call: PendingCompute[object]) -> PoolTask:
         from skyproxy.functions import Payload
@@ -142,9 +217,11 @@ class ActorCalls(Scheduler):
             raise ConfigurationError(
                 f"{method.__qualname__} cannot run on rank {options.rank}: {self.place} lives elsewhere."
             )
-        function = self.place.task(call_actor)
+        is_relayed = isinstance(method, RelayedMethod)
+        function = self.place.task(call_for_another if is_relayed else call_own_actor)
         function.__qualname__ = method.__qualname__
-        payload = Payload.of(function, (self.place.identity, method.name, call.args, call.kwargs))
+        arguments = call.args if is_relayed else (call.args, call.kwargs)
+        payload = Payload.of(function, (self.place.identity, method.name, *arguments))
         if payload.session is not None and not self.place.holds(payload.session):
             raise ConfigurationError(
                 f"the arguments of {method.__qualname__} hold remote tensors that do not live with the {self.place}. "
@@ -221,6 +298,7 @@ class ActorCalls(Scheduler):
         """Cancels what waits and what runs, also what makes the actor. Idempotent."""
         super().close()
         self.place.close()
+        SENT_HANDLES.drop(self.place.identity)
 
     def retire(self) -> None:
         """Nobody can call the actor any more: let go of it, later and elsewhere. Safe in a finalizer."""

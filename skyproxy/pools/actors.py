@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.pools.actor_calls import ActorCalls, ActorMethod, ActorOptions, stays_here
+from skyproxy.payloads.sent_actors import find_handle, is_method, no_method
+from skyproxy.pools.actor_calls import ActorCalls, ActorMethod, ActorOptions
 from skyproxy.pools.call_options import CallOptions, On, checked_rank
 from skyproxy.pools.futures import PoolFuture, gather_futures
 from skyproxy.pools.node_target import POOL_OF_NODE
@@ -191,15 +192,8 @@ class _ActorHandle:
 
     def __getattr__(self, name: str) -> Any:
         kind: type = self.__dict__["_sky_kind"]
-        member = inspect.getattr_static(kind, name, None)
-        if name.startswith("__") or not _is_method(member):
-            found = "is not a method" if member is not None else "does not exist"
-            raise AttributeError(
-                f"{kind.__name__}.{name} {found}. Of an actor only methods can be used here: its attributes live on "
-                "the worker; write a method that returns what you need.",
-                name=name,
-                obj=self,
-            )
+        if name.startswith("__") or not is_method(inspect.getattr_static(kind, name, None)):
+            raise no_method(self, kind, name)
         return _method(self, name)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -210,22 +204,18 @@ class _ActorHandle:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         kind: type = self.__dict__["_sky_kind"]
-        if not _is_method(inspect.getattr_static(kind, "__call__", None)):
+        if not is_method(inspect.getattr_static(kind, "__call__", None)):
             raise TypeError(f"the actor {kind.__name__} cannot be called; its methods can.")
         return _method(self, "__call__")(*args, **kwargs)
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise stays_here(self.__dict__["_sky_kind"].__name__)
+        calls: ActorCalls = self.__dict__["_sky_calls"]
+        calls.keep(self)
+        return find_handle, (self.__dict__["_sky_kind"], calls.place.identity)
 
     def __repr__(self) -> str:
         calls: ActorCalls = self.__dict__["_sky_calls"]
         return f"<{calls.place}>"
-
-
-def _is_method(member: object) -> bool:
-    return isinstance(member, staticmethod | classmethod) or (
-        callable(member) and not isinstance(member, type) and hasattr(member, "__get__")
-    )
 
 
 def _method(handle: _ActorHandle, name: str) -> ActorMethod:
@@ -312,15 +302,17 @@ class ActorGroup(Generic[S]):
         calls: list[PendingCompute[object]] = []
         for one in self._actors:
             kind: type = one.__dict__["_sky_kind"]
+            if not isinstance(one, _ActorHandle):
+                raise ConfigurationError(
+                    f"group.broadcast() and submit() are for the program that made the group. Here, call {name} of "
+                    "each: [one.method() for one in group]."
+                )
             if not name or getattr(kind, name, None) is not method:
                 raise TypeError(f"{method!r:.80} is not a method of {kind.__name__}. Write {kind.__name__}.method.")
-            bound = _method(cast(_ActorHandle, one), name)
+            bound = _method(one, name)
             calls.append(PendingCompute(bound, args, kwargs, CallOptions(), bound.__qualname__))
         futures = [cast(ActorMethod, call.function).__skyproxy_calls__.submit(call) for call in calls]
         return _map_future(gather_futures(futures, name), list)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise stays_here("ActorGroup")
 
     def __repr__(self) -> str:
         return f"<ActorGroup of {len(self)}>"

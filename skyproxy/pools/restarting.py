@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 
 from skyproxy.errors import RankErrors, SessionLostError
 from skyproxy.pools.futures import PoolFuture
-from skyproxy.runtime.checkpoints import checkpoint_folder
+from skyproxy.runtime.checkpoints import FOLDER_PREFIX, checkpoint_folder
 from skyproxy.settings import SETTINGS, Settings
 
 logger = logging.getLogger("skyproxy")
@@ -45,7 +45,7 @@ class Restarting:
             on_end: called when it is over, with the name of the folder for checkpoints.
             settings: the pause before the first restart.
         """
-        self.checkpoints = f"skyproxy-checkpoints-{secrets.token_hex(16)}"
+        self.checkpoints = FOLDER_PREFIX + secrets.token_hex(16)
         self._begin = begin
         self._future = future
         self._max_restarts = max_restarts

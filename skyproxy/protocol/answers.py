@@ -288,12 +288,15 @@ EVENTS: dict[str, Shape] = {
     "started": fields({}),
     "stream": fields({}),
     "output": fields({"text": _output_text, "stream": _stream_name}, {"lost": size, "waits": _place}),
+    "ask": fields({"actor": name, "method": name, "asker": name, "number": size}),
     "item": _VALUE,
     "result": _VALUE,
     "error": fields({}, {"tensors": rows(rows(lambda value: value)), "bases": rows(size), "form": name}),
     "unknown": fields({}, {"reason": text}),
 }
 """The values of a call's events, by their kinds."""
+_SIMPLE_RESULT: Entries = {"tensors": [], "bases": [], "form": "pickle", "simple": True, "changed": []}
+"""The value of a result of a few numbers or words, by far the most of all."""
 _OURS = "exception"
 """The entry in which a call has an error of this program's own; no worker has one."""
 
@@ -304,6 +307,8 @@ def checked_event(kind: str, value: Entries) -> Entries:
     Raises:
         ProtocolError: it has not.
     """
+    if kind == "result" and value == _SIMPLE_RESULT and value["simple"] is True:
+        return value
     shape = EVENTS[kind]
     try:
         checked_entries = table(shape(value))

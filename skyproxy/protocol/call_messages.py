@@ -96,6 +96,6 @@ class CallAttach(Message):
     number: int
 
 
-CALL_EVENTS = frozenset({"started", "output", "stream", "item", "result", "error", "unknown"})
-"""The events of a call. "stream": the function gave a generator, whose items follow; "result" and "error" are the
-last."""
+CALL_EVENTS = frozenset({"started", "output", "ask", "stream", "item", "result", "error", "unknown"})
+"""The events of a call. "ask": the function calls an actor whose handle it was given; "stream": it gave a generator,
+whose items follow; "result" and "error" are the last."""

@@ -22,6 +22,7 @@ class CallContext:
         values: what the caller sent beside the call; pools put the topology there, as "pool".
         session: the session that made the call, as its worker names it.
         tell_wait: tells the caller where something of the call waits for a debugger; see `breakpoints.Place`.
+        ask: asks the caller to call an actor, and gives what waits for the answer; None where that cannot be.
 
     Example:
         ```python
@@ -34,6 +35,7 @@ class CallContext:
     values: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     session: str = ""
     tell_wait: Callable[[dict[str, Any]], object] | None = None
+    ask: Callable[[dict[str, Any], bytes], Callable[[], bytes]] | None = None
 
 
 _CURRENT: ContextVar[CallContext | None] = ContextVar("skyproxy_call", default=None)

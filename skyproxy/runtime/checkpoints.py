@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError
@@ -11,6 +16,15 @@ from skyproxy.runtime.calls import current_call
 
 CHECKPOINT_VARIABLE = "SKYPROXY_CHECKPOINT_DIR"
 RESTARTS_VARIABLE = "SKYPROXY_RESTART_COUNT"
+FOLDER_PREFIX = "skyproxy-checkpoints-"
+"""The beginning of the names of folders of calls that are started again."""
+LEFT_SECONDS = 86_400.0
+"""The time without a change after which such a folder that no process uses was left by a program that died."""
+_lock = threading.Lock()
+_in_use: dict[Path, int] = {}
+"""The folders that calls of this process use, each with a descriptor that has a lock: the system drops it where the
+process dies.
+"""
 
 
 def checkpoint_dir() -> Path:
@@ -43,6 +57,8 @@ def checkpoint_dir() -> Path:
             "node.submit_job(...), skyproxy run --detach, or call.with_restarts(...) @ pool"
         )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.name.startswith(FOLDER_PREFIX):
+        _use(folder)
     return folder
 
 
@@ -52,6 +68,55 @@ def checkpoint_folder(name: str) -> Path:
     It lies where the worker keeps its jobs, if that was said: on a volume, it outlives the machine.
     """
     return Path(os.environ.get("SKYPROXY_JOBS") or tempfile.gettempdir()) / name
+
+
+def remove_left_folders() -> None:
+    """Remove the folders of calls whose programs died: no process has used them for a day. A worker does so at its
+    start.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows: nothing tells there whether a folder is in use
+        return
+    for folder in _left_folders():
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # somebody else's, or gone
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # in use
+            pass
+        finally:
+            os.close(descriptor)
+
+
+def _left_folders() -> Iterator[Path]:
+    """Yield the folders of this user in which nothing has changed for a day."""
+    newest_of_old = time.time() - LEFT_SECONDS
+    with contextlib.suppress(OSError):
+        for folder in checkpoint_folder("").glob(FOLDER_PREFIX + "*"):
+            with contextlib.suppress(OSError):
+                found = [folder.lstat(), *(inner.lstat() for inner in folder.rglob("*"))]
+                if found[0].st_uid == os.getuid() and max(one.st_mtime for one in found) < newest_of_old:
+                    yield folder
+
+
+def _use(folder: Path) -> None:
+    """Have the system know that a process uses a folder, until it is gone or the process ends."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    with _lock:
+        for gone in [known for known in _in_use if not known.exists()]:
+            os.close(_in_use.pop(gone))
+        if folder not in _in_use:
+            with contextlib.suppress(OSError):  # of a file system without locks: a day without a change counts alone
+                descriptor = os.open(folder, os.O_RDONLY)
+                _in_use[folder] = descriptor
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def restart_count() -> int:

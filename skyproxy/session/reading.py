@@ -75,7 +75,7 @@ class ConnectionReader:
         except Exception as error:
             self._failure = error
             raise
-        return True
+        return self._link().may_have_more
 
     def broken(self) -> None:
         """As `Receiver.broken`."""

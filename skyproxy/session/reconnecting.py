@@ -274,6 +274,10 @@ class Reconnecting(Transport):
     def recv_ready(self) -> Message | None:
         return self._link.recv_ready()
 
+    @property
+    def may_have_more(self) -> bool:
+        return self._link.may_have_more
+
     def fileno(self) -> int:
         return self._link.fileno()
 

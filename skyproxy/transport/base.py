@@ -60,6 +60,11 @@ class Transport(Protocol):
         except TimeoutError:
             return None
 
+    @property
+    def may_have_more(self) -> bool:
+        """True if `recv_ready` may give a message of which the socket itself tells nothing: it was read already."""
+        return True
+
     def fileno(self) -> int:
         """The descriptor of its socket; -1 once that is closed, or where there is none."""
         return -1

@@ -148,7 +148,7 @@ class SharedThreads:
 
     def _take_arrivals(self) -> None:
         with contextlib.suppress(queue.Empty):
-            while True:
+            while not self._arrivals.empty():
                 receiver = self._arrivals.get_nowait()
                 descriptor = receiver.fileno()
                 before = self._receivers.get(descriptor)
@@ -164,7 +164,7 @@ class SharedThreads:
 
     def _keep_appointments(self) -> None:
         with contextlib.suppress(queue.Empty):
-            while True:
+            while not self._appointments.empty():
                 due, look = self._appointments.get_nowait()
                 heapq.heappush(self._planned, (due, next(self._numbers), look))
         now = time.monotonic()

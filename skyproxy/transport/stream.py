@@ -12,12 +12,17 @@ from typing import Protocol
 from skyproxy.protocol.messages import Buffer
 from skyproxy.transport.shared_threads import tell_of_closed_socket
 
+_DONT_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
+
 
 class ByteStream(Protocol):
     """A two-way stream of bytes. One thread may read while another writes."""
 
     interruptible: bool
     """True if the main thread may call `write`: a signal handler that raises then never hides how much was written."""
+
+    keeps_nothing: bool = False
+    """True if what was not read from it lies in the socket, and nowhere else."""
 
     def write(self, parts: list[Buffer], counts: list[int]) -> None:
         """Writes a beginning of `parts`, as much as goes at once; waits while nothing goes.
@@ -89,6 +94,7 @@ class PlainStream(SocketStream):
     """A stream without encryption."""
 
     interruptible = True
+    keeps_nothing = True
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
@@ -108,8 +114,14 @@ class PlainStream(SocketStream):
         pass
 
     def recv_into(self, view: memoryview, timeout_seconds: float | None) -> int:
-        if timeout_seconds is not None and not self._readable.wait(timeout_seconds):
-            return -1
+        if timeout_seconds is not None:
+            if not timeout_seconds and _DONT_WAIT:
+                try:
+                    return self._recv_into(view, 0, _DONT_WAIT)
+                except BlockingIOError:
+                    return -1
+            if not self._readable.wait(timeout_seconds):
+                return -1
         return self._recv_into(view)
 
     def shutdown_write(self) -> None:

@@ -105,6 +105,11 @@ class MessageReader:
         self._start = self._end = 0
         return rest
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was received beyond the last message."""
+        return self._start == self._end
+
     def steps(self) -> Steps:
         """The one generator that does the reading."""
         while True:

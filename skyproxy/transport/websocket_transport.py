@@ -219,6 +219,10 @@ class WebSocketTransport(Transport):
             raise self._loss_error()
         return message
 
+    @property
+    def may_have_more(self) -> bool:
+        return not (self._stream.keeps_nothing and self._reader.is_empty)
+
     def fileno(self) -> int:
         return self._stream.fileno()
 

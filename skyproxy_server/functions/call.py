@@ -11,7 +11,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +22,7 @@ from skyproxy.payloads.tensors import Row, as_leaf
 from skyproxy.runtime.breakpoints import DEBUGGERS, Debugger, Place, describe, is_quit, stop_tracing
 from skyproxy.runtime.calls import CallContext, entered_call
 from skyproxy.runtime.project_code import PROJECT_CODE
+from skyproxy.runtime.questions import begin_to_ask, end_questions
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions import output
@@ -30,6 +32,7 @@ from skyproxy_server.functions.full_disks import explain_full_disk
 from skyproxy_server.functions.isolated_call import IsolatedCall, Loan, Said
 from skyproxy_server.functions.known_functions import KnownFunction
 from skyproxy_server.functions.nursery import Nursery
+from skyproxy_server.functions.questions import CallQuestions
 from skyproxy_server.functions.results import REMOTE, ResultWriter, describe_error
 from skyproxy_server.functions.shared_globals import named_device
 from skyproxy_server.inventory import DeviceRow
@@ -96,6 +99,8 @@ class FunctionCall:
         self._interrupts: list[Callable[[], object]] = []
         self._interrupted = False
         self._sleeping = False
+        self._questions = CallQuestions(self.events)  # none in a process of its own, where nobody gives it threads
+        self._ask: Callable[[dict[str, Any], bytes], Callable[[], bytes]] | None = None if threads is None else self.ask
         self._lock = self.events.lock
 
     @property
@@ -209,11 +214,12 @@ class FunctionCall:
         except CallInterrupt:
             pass  # it struck after the function had ended
         finally:
+            end_questions(self.session, self.identity)
             self.has_run()
             self._on_end()
 
     def _context(self, values: dict[str, Any]) -> CallContext:
-        return CallContext(self.identity, self.name, values, self.session, self.tell_wait)
+        return CallContext(self.identity, self.name, values, self.session, self.tell_wait, self._ask)
 
     def has_run(self) -> None:
         """The function has ended. May be called again: an interrupt may strike in here."""
@@ -253,6 +259,18 @@ class FunctionCall:
         """Tell the caller where the function waits for a debugger, or that a process of it waits no more."""
         self._flush()
         self.events.add("output", {"stream": "stderr", "text": describe(place), "waits": place})
+
+    def ask(self, words: dict[str, Any], content: bytes) -> Callable[[], bytes]:
+        """Ask the caller to call an actor; return what waits for the answer. On any thread of the function."""
+        begin_to_ask(self.session, self.identity, self._questions.answer)
+        return partial(self._wait_for_answer, self._questions.ask(words, content))
+
+    def _wait_for_answer(self, number: int) -> bytes:
+        with self._lock:
+            while not self._questions.has_answer(number) and not self.ended:
+                self._sleep()
+            answer = self._questions.take(number)
+            return self._leave_interrupted() if answer is None else answer
 
     def _execute(self, task: dict[str, object], pieces: Sequence[object], arguments: list[Any]) -> None:
         given: dict[int, torch.Tensor] = {}
@@ -400,9 +418,7 @@ class FunctionCall:
             while self.events.output_must_wait:
                 self._sleep()
             if self.ended and self._interrupted:
-                if self._thread is threading.current_thread():
-                    _raise_in(threading.get_ident(), None)  # else it strikes once more, in a `finally` of the function
-                raise CallInterrupt
+                self._leave_interrupted()
             self.events.add("output", {"stream": stream, "text": text})
 
     def print_from_process(self, stream: str, text: str) -> None:
@@ -426,8 +442,16 @@ class FunctionCall:
             if self.ended:
                 raise CallInterrupt
 
+    def _leave_interrupted(self) -> NoReturn:
+        if self._thread is threading.current_thread():
+            _raise_in(threading.get_ident(), None)  # else it strikes once more, in a `finally` of the function
+        raise CallInterrupt
+
     def _sleep(self) -> None:
         """Waits for news; the lock is held. No interrupt strikes meanwhile: whoever wakes looks at `ended`."""
+        if self._thread is not threading.current_thread():
+            self.events.changed.wait()
+            return
         self._sleeping = True
         try:
             self.events.changed.wait()

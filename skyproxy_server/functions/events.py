@@ -172,7 +172,7 @@ class Events:
     def ack(self, outputs: int, items: int) -> None:
         """The caller has seen outputs and taken items up to these events."""
         with self.lock:
-            seen = {"output": outputs, "item": items, "started": outputs}
+            seen = {"output": outputs, "item": items, "started": outputs, "ask": outputs}
             kept: deque[OutgoingEvent] = deque()
             for event in self._log:
                 # An item is kept while its tensors are: the client takes those by an operation of their own.

@@ -145,8 +145,11 @@ class Calls:
                 return CallEvent(identity, 0, "unknown", {"reason": _NO_FUNCTION}, [])
             pieces = [pieces[0], *pieces[2:]]
         with self._lock:
+            count = len(self._calls)
+            if count >= self._settings.max_calls:  # with those that have ended, and this one
+                count = sum(other.is_active for other in self._calls.values())
             # Those too that still wait for their arguments, and those that run on although they were cancelled.
-            count = max(self.running, sum(other.is_active for other in self._calls.values()))
+            count = max(self.running, count)
         if count >= self._settings.max_calls:
             text = f"this worker already runs {count} functions, its limit; SKYPROXY_MAX_CALLS raises it"
             call.fail({"type": "LimitExceededError", "message": text, "traceback": ""})

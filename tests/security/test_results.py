@@ -366,6 +366,9 @@ ALLOWED = {
     ("skyproxy/payloads/pickling.py", "import pickle"),
     ("skyproxy/payloads/pickling.py", "from pickle"),
     ("skyproxy/payloads/projects.py", "import cloudpickle"),
+    # On a worker; a client reads there what it has just written itself.
+    ("skyproxy/payloads/sent_actors.py", "import pickle"),
+    ("skyproxy/payloads/sent_actors.py", "Unpickler"),
     ("skyproxy/functions/payload.py", "import pickle"),  # for the name of an error
     ("skyproxy/functions/runner.py", "import cloudpickle"),  # writes
     ("skyproxy/pools/ranks.py", "import cloudpickle"),  # writes
