@@ -200,6 +200,10 @@ def _embedding_bag(given: dict[str, Any]) -> None:
     require(weights is None or weights.shape == indices.shape, "per_sample_weights and indices have other sizes")
     if offsets is not None:
         require(offsets.dim() == 1 and offsets.numel() > 0, "offsets is a list of at least one place")
+        if "grad" not in given and offsets.device.type == "cpu":  # CUDA's kernel does not look, either
+            last = int(offsets[-1])
+            message = f"offsets[-1] can not be greater than input's length {count} but got offsets[-1] of {last}"
+            require(last <= count, message)
         given["offsets"] = offsets.clamp(0, count).cummax(0).values  # where they decrease, the kernel writes nothing
     rows = given["weight"].shape[0] if "weight" in given else given.get("num_weights", 0)
     if "grad" not in given:
@@ -213,9 +217,8 @@ def _embedding_bag(given: dict[str, Any]) -> None:
         # The kernel takes the bags from the offsets, of which one may be the end of the last bag.
         offsets = given["offsets"] = given["offsets"][: grad.shape[0]].sort().values
         places = torch.arange(count, device=offsets.device, dtype=offsets.dtype)
-        given["offset2bag"] = clamp_indices(torch.bucketize(places, offsets, right=True) - 1, grad.shape[0]).to(
-            indices.dtype
-        )
+        bags = clamp_indices(torch.bucketize(places, offsets, right=True) - 1, grad.shape[0])
+        given["offset2bag"] = bags.to(torch.promote_types(indices.dtype, offsets.dtype))  # as the kernel makes them
     require(int(rows) > 0 or count == 0, "there are no rows")
     require(grad.shape[0] > 0 or count == 0, "there are no bags")
     given["indices"] = clamp_indices(indices, int(rows))
@@ -339,8 +342,20 @@ def _pivots(given: dict[str, Any]) -> None:
     if "LD" in given:
         for row in pivots.reshape(-1, rows).tolist() if pivots.numel() else ():
             require(_are_block_pivots(row), "the pivots of LDL do not come in blocks")
-    else:
-        given[name] = pivots.clamp(1, max(rows, 1))
+        return
+    if pivots.numel() and pivots.device.type == "cpu":  # CUDA's kernels do not look, either
+        least, most = (int(bound) for bound in pivots.aminmax())
+        if "LU_data" in given and "self" not in given:
+            right, what = "between 1 and LU.size(-2) inclusive.", "pivots passed to lu_unpack must be"
+            require(not given.get("unpack_pivots", True) or 1 <= least <= most <= rows, f"{what} {right}{_PROPERLY}")
+        else:
+            what = "Pivots given to lu_solve must all be"
+            require(least >= 1, f"{what} greater or equal to 1. {_PROPERLY}")
+            require(most <= rows, f"{what} smaller or equal to LU.size(-2). {_PROPERLY}")
+    given[name] = pivots.clamp(1, max(rows, 1))
+
+
+_PROPERLY = "Did you properly pass the result of lu_factor?"
 
 
 def _are_block_pivots(row: list[int]) -> bool:

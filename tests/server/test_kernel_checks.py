@@ -293,6 +293,38 @@ def test_indices_are_clamped_and_what_is_ignored_stays() -> None:
     assert given["target"].tolist() == [[3, -1, -1, 2]]
 
 
+_EYE, _TEN = torch.eye(2), torch.ones(10, 3)
+
+
+@pytest.mark.parametrize("pivots", [[0, 1], [3, 1], [1, -1]])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("aten::lu_unpack", lambda pivots: (_EYE, pivots)),
+        ("aten::linalg_lu_solve", lambda pivots: (_EYE, pivots, _EYE)),
+        ("aten::lu_solve", lambda pivots: (_EYE, _EYE, pivots)),
+    ],
+)
+def test_pivots_that_the_kernel_refuses_are_refused_in_its_words(name: str, arguments: Any, pivots: list[int]) -> None:
+    given = arguments(torch.tensor(pivots, dtype=torch.int32))
+    with pytest.raises(RuntimeError) as expected:
+        getattr(torch.ops.aten, name.removeprefix("aten::")).default(*given)
+    with pytest.raises(RuntimeError) as found:
+        SAFE_FORMS[name](*given)
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("name", ["_embedding_bag", "_embedding_bag_forward_only"])
+@pytest.mark.parametrize("with_end", [False, True])
+def test_bags_that_end_behind_the_indices_are_refused_in_the_kernels_words(name: str, with_end: bool) -> None:
+    given = (_TEN, torch.tensor([0, 1]), torch.tensor([0, 5]), False, 0, False, None, with_end)
+    with pytest.raises(RuntimeError) as expected:
+        getattr(torch.ops.aten, name).default(*given)
+    with pytest.raises(RuntimeError) as found:
+        SAFE_FORMS[f"aten::{name}"](*given)
+    assert str(found.value) == str(expected.value)
+
+
 def test_batch_norm_without_its_statistics_is_refused() -> None:
     with pytest.raises(RuntimeError, match="running_mean"):
         SAFE_FORMS["aten::_batch_norm_no_update"](FLOATS(1, 2, 3), None, None, None, None, 0.1, 1e-5)

@@ -326,6 +326,18 @@ def _as_special(function: Callable[..., object]) -> Special:
     return lambda info, func, args, kwargs: function(*args, **kwargs)
 
 
+@implements("aten::new_empty_strided")
+def _new_empty_strided(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Make an empty tensor; where autograd asks for a leaf's layout, that of a compressed one is none to have strides.
+
+    It takes a leaf of no elements, or of one, for dense, which locally none of a compressed layout is: there, the
+    gradient is copied as it is.
+    """
+    if kwargs.get("layout") in (None, torch.strided):
+        return run(BoundCall(info, args, kwargs))
+    return args[0].new_empty(args[1], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+
+
 @implements("aten::range.out", "aten::range.out_")
 def _range(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
     """`torch.range(out=)`, whose own form no worker runs: its kernel trusts its arguments."""

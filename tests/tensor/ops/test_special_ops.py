@@ -179,6 +179,21 @@ def test_sparse_leaves_get_gradients_of_the_cpu_s_layout(name: str, sky1: str) -
     assert torch.equal(found.cpu(), expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (5, 0), (0, 3), (1, 0)])
+@pytest.mark.parametrize("name", ["csr", "csc"])
+def test_sparse_leaves_with_one_element_or_none_get_gradients(name: str, shape: tuple[int, int], sky1: str) -> None:
+    def compute(device: str) -> Any:
+        leaf = LAYOUTS[name](torch.ones(shape).to(device)).requires_grad_()
+        for _ in range(2):
+            ones = torch.ones(shape[0], 2, device=device)
+            torch.addmm(ones, leaf, torch.ones(shape[1], 2, device=device)).backward(ones)
+        return leaf.grad
+
+    ours, theirs = compute(sky1), compute("cpu")
+    assert (ours.layout, ours.stride()) == (theirs.layout, theirs.stride())
+    assert torch.equal(ours.cpu(), theirs)
+
+
 @pytest.mark.parametrize("name", ["coo", "csr"])
 def test_sparse_matrices_multiply_and_pass_gradients(name: str, sky1: str) -> None:
     dense = torch.tensor([[0.0, 1, 0, 2], [0, 0, 3, 0]])
@@ -188,6 +203,24 @@ def test_sparse_matrices_multiply_and_pass_gradients(name: str, sky1: str) -> No
         result = torch.sparse.mm(LAYOUTS[name](dense.to(device)), weight)
         result.sum().backward()
         return result.detach(), weight.grad
+
+    assert tree_differences(compute(sky1), compute("cpu"), memory=False) == []
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
+@pytest.mark.parametrize("indices", [torch.int32, torch.int64])
+def test_bags_train_whatever_integers_say_what_is_in_them(
+    indices: torch.dtype, offsets: torch.dtype, mode: str, sky1: str
+) -> None:
+    def compute(device: str) -> Any:
+        rows = torch.arange(12.0).view(4, 3).to(device).requires_grad_()
+        shares = torch.tensor([1.0, 2, 3], device=device).requires_grad_() if mode == "sum" else None
+        places = torch.tensor([0, 2, 1], dtype=indices, device=device)
+        begins = torch.tensor([0, 2], dtype=offsets, device=device)
+        bags = torch.nn.functional.embedding_bag(places, rows, begins, mode=mode, per_sample_weights=shares)
+        bags.square().sum().backward()
+        return bags.detach(), rows.grad, None if shares is None else shares.grad
 
     assert tree_differences(compute(sky1), compute("cpu"), memory=False) == []
 
