@@ -63,19 +63,13 @@ class FailureReports:
         self.recent: deque[dict[str, object]] = deque(maxlen=_RECENT_ERRORS)
         self._recorder = recorder
 
-    def error(self, record: dict[str, object]) -> RemoteError:
-        """Return the error that a command's failure on the worker is here; it names the line that recorded it.
-
-        Raises:
-            KeyError: the record does not say where the command stood.
-            TypeError: likewise.
-        """
-        return self._add_notes(record, self._line_of(record))
-
     def answer(self, record: dict[str, object]) -> RemoteError:
-        """Return the error for whoever waits; where the record names no command, it names no line."""
+        """Return the error that a command's failure on the worker is here, for whoever waits for that.
+
+        It names the line that recorded the command; where the record names no command, it names no line.
+        """
         line = ""
-        with contextlib.suppress(KeyError, TypeError):
+        with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError, RuntimeError):
             line = self._line_of(record)
         return self._add_notes(record, line)
 

@@ -81,7 +81,7 @@ class Requests:
         self.known_signature = self._signatures.known
         self.signature = self._signatures.number
         self.structures = self._signatures.structures
-        self.failure = self._failures.error
+        self.failure = self._failures.answer
         self.recordings = self._failures.recordings
 
     def divert(self, stand_in: Recorder) -> None:

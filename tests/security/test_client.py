@@ -9,11 +9,14 @@ import pytest
 import torch  # noqa: F401 - before our modules that import it: the device is registered with it
 
 from skyproxy.errors import RemoteError, SkyproxyError, visible, visible_output
-from skyproxy.protocol.messages import Pong, Sequence
+from skyproxy.protocol.messages import Pong, Sequence, Welcome
 from skyproxy.session import restoring, snapshot_copies
 from skyproxy.session.failures import remote_error
+from skyproxy.session.session import Session
+from skyproxy.settings import SETTINGS
 from skyproxy.transport import worker_questions
 from skyproxy.transport.base import recv_before
+from skyproxy.transport.memory import memory_transport_pair
 
 
 def rebuilt(record: dict[str, Any]) -> RemoteError:
@@ -61,6 +64,35 @@ def test_a_workers_words_do_not_command_the_terminal() -> None:
     assert not any(character in text for character in "\x1b\x07\x9d\r")
     assert "\\x1b]52;c;ZXZpbA==\\x07" in str(error)
     assert visible("a\tb\nc") == "a\tb\nc"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {},
+        {"sequence": 1},
+        {"position": 2},
+        {"sequence": 1 << 70, "position": -(1 << 70)},
+        {"sequence": [], "position": {}},
+    ]
+    + [
+        {"graph": "x"},
+        {"graph": [], "position": 1},
+        {"graph": 1 << 80, "position": 1},
+        {"sequence": "x", "position": 1.5},
+    ],
+)
+def test_a_failed_argument_is_an_error_wherever_the_worker_says_that_it_failed(place: dict[str, Any]) -> None:
+    client_end, _ = memory_transport_pair()
+    bulk_end, _ = memory_transport_pair("bulk")
+    session = Session(client_end, bulk_end, Welcome(1, "memory", {}, [], {}), SETTINGS)
+    try:
+        record = {"type": "ValueError", "message": "no", "traceback": "t", "failed": "x", **place}
+        error = session.failure(record)
+        assert isinstance(error, RemoteError)
+        assert "no" in str(error)
+    finally:
+        session.close()
 
 
 @pytest.mark.parametrize(
