@@ -227,7 +227,7 @@ def _connect(
         grace_seconds=grace_seconds,
         threads=threads,
     )
-    operations, bulk, welcome = opener.open_session()
+    operations, bulk, welcome, _ = opener.open_session()
     _check_torch(welcome)
     resumes = bool(grace_seconds and welcome.secret)
     patience_seconds = min(grace_seconds, welcome.limits.get("grace_seconds", 0)) if resumes else 0

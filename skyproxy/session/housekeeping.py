@@ -11,8 +11,7 @@ from typing import Protocol
 
 from skyproxy.errors import SessionLostError
 from skyproxy.protocol.messages import Ping, Pong
-from skyproxy.session.leaving import LEAVING
-from skyproxy.session.liveness import Liveness, StalledOperations
+from skyproxy.session.liveness import LEAVING, Liveness, StalledOperations
 from skyproxy.session.outage import Outage
 from skyproxy.session.reconnecting import Reconnector
 from skyproxy.session.recorder import Recorder

@@ -13,12 +13,10 @@ from typing import Protocol
 from skyproxy.errors import RemoteError, SessionLostError, SkyproxyError, visible
 from skyproxy.protocol.messages import Pong, Welcome
 from skyproxy.session.batch_log import BatchLog
+from skyproxy.session.liveness import LEAVING
 from skyproxy.session.protection import OpenAnew, Protection
 from skyproxy.settings import Settings
 
-LEAVING = "leaving"
-"""In the load of a `Pong` that nobody asked for: from a worker, the milliseconds until it ends; from a client, 1 where
-its worker is to wait for it, 0 where it need not."""
 _MOST_SECONDS = 3600.0
 _PAUSE_SECONDS = 0.1
 _LOOK_SECONDS = 0.005

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+LEAVING = "leaving"
+"""In the load of a `Pong` that nobody asked for: from a worker, the milliseconds until it ends; from a client, 1 where
+its worker is to wait for it, 0 where it need not."""
+
 
 class Liveness:
     """The time for which a worker has been silent while this process was there to listen.

@@ -89,7 +89,7 @@ class Opener:
             operations.close()
             raise
         self.welcome = welcome
-        return NewSession(operations, bulk, welcome)
+        return NewSession(operations, bulk, welcome, self._settings.silence_seconds)
 
     def open_functions(self) -> Transport:
         """Open a functions connection of the session."""

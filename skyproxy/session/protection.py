@@ -78,7 +78,8 @@ class Protection:
         last_error: why the last snapshot was refused, if it was.
         on_recovered: called when another worker has taken over.
         name: the name of the snapshots on the worker.
-        is_moving: whether the session is about to leave its worker for another one.
+        is_moving: whether another worker is being prepared to go on with the session.
+        is_leaving: whether that one is ready, and the connections to this worker are being cut.
         patience_seconds: how long to try to reach a worker that does not refuse before another one is asked for.
         stall_seconds: how long recording waits, at the bound of the log, for a worker that does not answer.
         is_passing: whether it ends when the session has a worker again, for only a suspension needs it.
@@ -129,7 +130,7 @@ class Protection:
         self._unrepeatable_names: dict[int, str] = {}
         self._progress = ReplayProgress()
         self._is_off = False
-        self.is_moving = self.is_passing = False
+        self.is_moving = self.is_leaving = self.is_passing = False
         self.suspension = Suspension(recorder, waiters)
         self._late_holes: list[Hole] = []
         self._prepared: tuple[NewSession, int] | None = None
@@ -341,10 +342,11 @@ class Protection:
             except SessionLostError as problem:
                 raise ConfigurationError(f"{problem}. It goes on where it was.") from problem
             self._parts = 0
+            self.is_leaving = True
             self.cut_operations(sys.maxsize)
             moved.wait()
         finally:
-            self.is_moving, self.hash_wish = False, BLAKE3
+            self.is_moving, self.is_leaving, self.hash_wish = False, False, BLAKE3
             self._prepared = None
 
     def note_part(self) -> None:

@@ -73,11 +73,11 @@ class Recovery(Protocol):
     """Has another worker go on with a session whose worker is gone; see `session.protection`.
 
     Attributes:
-        is_moving: whether the session leaves its worker, which lives.
+        is_leaving: whether the session leaves its worker, which lives.
         patience_seconds: how long to try to reach a worker that does not refuse before another one is asked for.
     """
 
-    is_moving: bool
+    is_leaving: bool
     patience_seconds: float
 
     @property
@@ -145,7 +145,7 @@ class Reconnector:
         if recovery is None:
             return False
         # The worker that the session leaves may end it there before all connections are cut.
-        return recovery.is_moving or recovery.is_suspended or goodbye.code_name in _WORKER_ENDED
+        return recovery.is_leaving or recovery.is_suspended or goodbye.code_name in _WORKER_ENDED
 
     def stop(self) -> None:
         """End every attempt."""
@@ -172,8 +172,8 @@ class Reconnector:
                 if recovery is not None and recovery.is_suspended:
                     self.outage.give_up()  # this is not an outage
                     raise SessionLostError(reason)
-                is_moving = recovery is not None and recovery.is_moving
-                if is_moving or not self.resumes or link.connection.goodbye is not None:
+                is_leaving = recovery is not None and recovery.is_leaving
+                if is_leaving or not self.resumes or link.connection.goodbye is not None:
                     raise SessionLostError(reason)
                 return self._connect(role, link.connection.answers, recoveries, reason)
             except SessionLostError as lost:

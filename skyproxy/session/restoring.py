@@ -8,12 +8,17 @@ from typing import Any, NamedTuple
 from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, visible
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
-from skyproxy.protocol.messages import Batch, Failure, Reply, Sequence, Welcome
+from skyproxy.protocol.messages import Batch, Failure, Message, Ping, Pong, Reply, Sequence, Welcome
 from skyproxy.session.batch_log import BatchLog
+from skyproxy.session.liveness import LEAVING, Liveness
+from skyproxy.settings import SETTINGS
 from skyproxy.transport.base import Transport, recv_before
 
 _ANSWER_SECONDS = 600.0
 """The longest wait for a worker to load a snapshot."""
+_PING_SECONDS = 1.0
+_ABSENCE_SECONDS = 5.0
+"""Between two looks, after which this process was stopped itself."""
 _FRUITLESS_RECOVERIES = 5
 """Workers in a row that end while they do again what their predecessor had done; then the operations are to blame."""
 
@@ -22,37 +27,68 @@ class WorkerEndedError(SessionLostError):
     """A worker ended that was asked to go on with a session."""
 
 
-def ask_first(link: Transport, sequence: Sequence, name: str, arguments: list[object]) -> Any:
-    """Ask a control of a worker on a connection that nobody reads yet; return its answer.
-
-    Raises:
-        RemoteError: the control failed.
-        SessionLostError: the worker ended, or said nothing.
-    """
-    until = time.monotonic() + _ANSWER_SECONDS
-    try:
-        link.send(Batch(sequence, [commands.CALL, int(sequence), name, arguments]))
-    except SessionLostError as error:
-        raise WorkerEndedError(str(error)) from error
-    while True:
-        try:
-            message = recv_before(link, until)
-        except SessionLostError as error:
-            raise WorkerEndedError(str(error)) from error
-        except TimeoutError:
-            raise WorkerEndedError(f"no answer to {name} within {_ANSWER_SECONDS:g} s") from None
-        if isinstance(message, Reply):
-            return checked(name, message.value)
-        if isinstance(message, Failure):
-            raise RemoteError(visible(message.error.get("message") or "it failed"))
-
-
 class NewSession(NamedTuple):
-    """The connections of a session that was opened to go on with another's work."""
+    """The connections of a session that was opened to go on with another's work; nobody reads them yet.
+
+    Attributes:
+        operations, bulk: its two connections.
+        welcome: what the worker said.
+        silence_seconds: after which a worker that says nothing, although it is asked, is gone.
+    """
 
     operations: Transport
     bulk: Transport
     welcome: Welcome
+    silence_seconds: float = SETTINGS.silence_seconds
+
+    def recv(self, deadline: float) -> Message:
+        """Return the next message of the operations connection; ask on the other one whether the worker lives.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+
+        Raises:
+            TimeoutError: the time is over.
+            SessionLostError: the worker is gone, says nothing any more, or is about to end.
+        """
+        heard, came = time.monotonic(), -1
+        liveness = Liveness(self.silence_seconds, _ABSENCE_SECONDS, heard)
+        while True:
+            try:
+                return recv_before(self.operations, min(deadline, time.monotonic() + _PING_SECONDS))
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
+            while (message := self.bulk.recv_ready()) is not None:
+                if isinstance(message, Pong) and LEAVING in message.load:
+                    raise SessionLostError("The worker is gone: it is about to end")
+            received = self.operations.bytes_received + self.bulk.bytes_received
+            if received != came:
+                heard, came = time.monotonic(), received
+            if liveness.is_gone(time.monotonic(), heard):
+                raise SessionLostError(f"The worker is gone: it has said nothing for {self.silence_seconds:g} s")
+            self.bulk.post(Ping(0))
+
+    def ask_control(self, sequence: Sequence, name: str, arguments: list[object]) -> Any:
+        """Ask a control of the worker; return its answer.
+
+        Raises:
+            RemoteError: the control failed.
+            WorkerEndedError: the worker ended, or said nothing.
+        """
+        until = time.monotonic() + _ANSWER_SECONDS
+        try:
+            self.operations.send(Batch(sequence, [commands.CALL, int(sequence), name, arguments]))
+            while True:
+                message = self.recv(until)
+                if isinstance(message, Reply):
+                    return checked(name, message.value)
+                if isinstance(message, Failure):
+                    raise RemoteError(visible(message.error.get("message") or "it failed"))
+        except SessionLostError as error:
+            raise WorkerEndedError(str(error)) from error
+        except TimeoutError:
+            raise WorkerEndedError(f"no answer to {name} within {_ANSWER_SECONDS:g} s") from None
 
 
 def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int], reason: str) -> int:
@@ -68,9 +104,8 @@ def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int],
     Raises:
         SessionLostError: none can be restored; its cause says so where the new worker has ended as well.
     """
-    link = opened.operations
     try:
-        rows = ask_first(link, Sequence(1), "list_snapshots", [name])
+        rows = opened.ask_control(Sequence(1), "list_snapshots", [name])
         there = {row["sequence"]: str(row["snapshot"]) for row in rows if row.get("sequence") in starts}
         start = next((start for start in starts if start in there), None)
         if start is None:
@@ -78,10 +113,10 @@ def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int],
         hole = log.hole_after(start)
         if hole is not None:
             raise SessionLostError(f"{reason}; and since the last snapshot {hole.reason}, which cannot be done again")
-        value = ask_first(link, Sequence(2), "load_snapshot", [name, there[start]])
+        value = opened.ask_control(Sequence(2), "load_snapshot", [name, there[start]])
         if value["sequence"] != start:
             raise SessionLostError(f"{reason}; and another worker restored another snapshot: {value!r:.200}")
-        link.connection.jump_to(Sequence(start))
+        opened.operations.connection.jump_to(Sequence(start))
     except RemoteError as error:
         raise SessionLostError(f"{reason}; and another worker cannot go on: {error}") from error
     except (KeyError, TypeError) as error:

@@ -35,7 +35,6 @@ from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Opened, SnapshotFolder
 from skyproxy.snapshots.hashes import SHA256, PieceHash, piece_check
 from skyproxy.snapshots.headers import hash_of
 from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_of
-from skyproxy.transport.base import recv_before
 
 _ON_THE_WAY = 8
 """Pieces that are asked for, or sent, before the answer of the first has come."""
@@ -179,7 +178,7 @@ class WorkerCopies:
         deadline = time.monotonic() + _ANSWER_SECONDS
         while True:
             try:
-                message = recv_before(self._opened.operations, deadline)
+                message = self._opened.recv(deadline)
             except TimeoutError:
                 raise SessionLostError(f"the worker has not answered for {_ANSWER_SECONDS:g} s") from None
             if isinstance(message, Reply) and message.request == request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -15,9 +16,11 @@ import torch
 
 import skyproxy
 from skyproxy.errors import ConfigurationError, SessionLostError
-from skyproxy.session import snapshot_copies
+from skyproxy.session import moving, snapshot_copies
+from skyproxy.settings import SETTINGS
 from skyproxy.snapshots import hashes
 from tests.integration import protected_programs as programs
+from tests.integration.chaos_proxy import chaos_proxy
 from tests.integration.programs import ROOT, port_in, start_worker, wait_for, worker
 from tests.integration.protected_programs import Served
 
@@ -269,6 +272,61 @@ def test_a_session_leaves_an_embedded_worker_for_one_elsewhere(served: Served, s
 
 def _snapshots_in(folder: Path) -> set[Path]:
     return set(folder.rglob("snapshot-*.msgpack"))
+
+
+def test_connections_that_break_while_a_move_is_prepared_cost_nothing(
+    node: skyproxy.Node, other: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker lives: no snapshot is loaded, and it does not look as if operations had ended six workers."""
+    total = torch.zeros(3, device=node.devices[0])
+    bring, session = moving._Carrier.bring, node._session
+
+    def break_often(self: object, name: str, number: str, sequence: int) -> None:
+        for time in range(6):
+            session._operations.cut()
+            total.add_(1)
+            assert total.tolist() == [time + 1] * 3
+        bring(self, name, number, sequence)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(moving._Carrier, "bring", break_often)
+    with skyproxy.protect(node=node) as protected:
+        node.move_to(other[0], token=other[1])
+        total.add_(1)
+        assert total.tolist() == [7] * 3
+        assert protected.recoveries == 0
+
+
+@pytest.mark.parametrize("asked", ["the session's worker", "the other worker"])
+def test_a_silent_network_does_not_hold_a_move(
+    node: skyproxy.Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """A worker that is asked for a snapshot may take minutes for it; one that says nothing at all is gone."""
+    monkeypatch.setattr(node._opener, "_settings", dataclasses.replace(SETTINGS, silence_seconds=0.5))
+    total = torch.full((3,), 2.0, device=node.devices[0])
+    with (
+        worker(tmp_path, "--snapshots", str(tmp_path / "elsewhere")) as (url, token),
+        chaos_proxy(int(url.rpartition(":")[2])) as proxy,
+    ):
+        bring = moving._Carrier.bring
+
+        def stall_first(self: object, name: str, number: str, sequence: int) -> None:
+            if asked == "the other worker":
+                proxy.stall()  # also the copy's connections, once there are some
+                monkeypatch.setattr(snapshot_copies.WorkerCopies, "sequences", stall_and_ask)
+            bring(self, name, number, sequence)  # type: ignore[arg-type]
+            proxy.stall()
+
+        sequences = snapshot_copies.WorkerCopies.sequences
+
+        def stall_and_ask(self: snapshot_copies.WorkerCopies, name: str) -> object:
+            proxy.stall()
+            return sequences(self, name)
+
+        monkeypatch.setattr(moving._Carrier, "bring", stall_first)
+        with pytest.raises(skyproxy.errors.SkyproxyError, match=r"said nothing for 0\.5 s.*It goes on where it was"):
+            node.move_to(f"ws://127.0.0.1:{proxy.port}", token=token)
+    total += 1
+    assert total.tolist() == [3, 3, 3]
 
 
 def test_a_move_whose_carrying_connection_breaks_says_so_and_changes_nothing(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
-import subprocess
 import sys
 import threading
 import urllib.request
@@ -22,63 +20,9 @@ from skyproxy.session.leaving import WorkerEndHandler
 from skyproxy.session.session import Session
 from skyproxy.session.transfers import UploadQueue
 from tests.integration import protected_programs as programs
-from tests.integration.programs import port_in, start_worker, wait_for
+from tests.integration.programs import Worker, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes without asking them")
-
-
-class Worker:
-    """A worker that can be ended by SIGTERM, and started again at its address."""
-
-    def __init__(self, folder: Path, *options: str, **variables: str) -> None:
-        self.folder, self.variables = folder, variables
-        self.token = secrets.token_urlsafe(32)
-        self.options: list[str] = ["--snapshots", str(folder / "snapshots"), *options]
-        self.log = folder / "log"
-        path = folder / "token"
-        path.write_text(self.token, encoding="ascii")
-        path.chmod(0o600)
-        self.process: subprocess.Popen[bytes] | None = None
-        self.port = 0
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"ws://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        self.log.write_bytes(b"")
-        again = ["--port", str(self.port)] if self.port else []
-        with self.log.open("ab") as stderr:
-            self.process = process = start_worker(
-                self.folder / "token", stderr, *self.options, *again, **self.variables
-            )
-        try:
-            self.port = wait_for(lambda: port_in(self.log, process), "the worker listens")
-        except BaseException:
-            self.close()
-            raise
-
-    def end(self, number: int = signal.SIGTERM) -> str:
-        """End it; what it wrote."""
-        self.tell(number)
-        return self.last_words()
-
-    def tell(self, number: int = signal.SIGTERM) -> None:
-        """Have it end."""
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def last_words(self) -> str:
-        """Wait for its end; what it wrote."""
-        assert self.process is not None
-        self.process.wait(60)
-        return self.log.read_text(errors="replace")
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from skyproxy.protocol.call_messages import CALL_EVENTS
 
 ROOT = Path(__file__).parents[2]
 OSC = "\x1b]52;c;ZXZpbA==\x07"
-_ASKERS = {"call", "_call", "_ask", "ask_first", "ask_control"}
+_ASKERS = {"call", "_call", "_ask", "ask_control"}
 _OTHERS = {"pools", "providers"}
 """Packages that have functions of these names for something else."""
 

@@ -176,7 +176,7 @@ def test_answers_that_do_not_come_among_others_are_not_waited_for(monkeypatch: p
         if ask == "a control":
             worker_questions.ask_control("ws://127.0.0.1:1", "t", "x", timeout_seconds=0.05)
         elif ask == "a first question":
-            restoring.ask_first(talker, Sequence(1), "x", [])
+            restoring.NewSession(talker, talker, mock.Mock()).ask_control(Sequence(1), "x", [])
         else:
             opened = restoring.NewSession(talker, talker, mock.Mock())
             opener = mock.Mock(**{"copy.return_value.open_session.return_value": opened})

@@ -385,7 +385,7 @@ TestResumedSession.settings = TestResumedOverAFoolishProxy.settings = settings(
 )
 
 
-@pytest.mark.parametrize("state", ["is_moving", "is_suspended"])
+@pytest.mark.parametrize("state", ["is_leaving", "is_suspended"])
 def test_a_goodbye_of_the_worker_that_is_left_ends_nothing(state: str) -> None:
     def reopen(role: str, received: int) -> tuple[Transport, Welcome]:
         raise AssertionError("nothing is opened")
@@ -393,7 +393,7 @@ def test_a_goodbye_of_the_worker_that_is_left_ends_nothing(state: str) -> None:
     reconnector = Reconnector(reopen, "there", 1.0)
     ended = Goodbye("done", "the session ended")
     assert not reconnector.outlives(ended)
-    recovery = Mock(is_moving=False, is_suspended=False)
+    recovery = Mock(is_leaving=False, is_suspended=False)
     reconnector.recovery = recovery
     assert not reconnector.outlives(ended)
     assert reconnector.outlives(Goodbye("crashed", ""))

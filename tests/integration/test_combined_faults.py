@@ -1,0 +1,24 @@
+"""Cuts, stalls, stops, ends and kills of workers, and moves between them, all at once: the same bits as undisturbed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration import combined_faults
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(280),
+    pytest.mark.skipif(sys.platform != "linux", reason="kills processes by what /proc says of them"),
+]
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_programs_under_every_fault_at_once_give_the_same_bits(tmp_path: Path, seed: int) -> None:
+    struck, told = combined_faults.run(tmp_path, seed, 15)
+    assert len(struck) >= 4
+    assert all(each["rounds"] for each in told)
+    assert sum(each["moves"] for each in told) > 0
