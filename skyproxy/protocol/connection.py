@@ -107,6 +107,7 @@ class Connection:
         # From the last acknowledged batch to the newest, never empty. Because every figure below comes from this one
         # queue, appending to it is all that it takes to commit a batch, and an interrupt cannot leave them at odds.
         self._batches: deque[CountedBatch] = deque([CountedBatch(0, 0)])
+        self._jumped_from = 0
         self.last_answer: Message | None = None
         self._keeps = False
         # The last entry that is not kept any more, and those behind it: as with the batches, never empty.
@@ -193,6 +194,7 @@ class Connection:
         if self.state is not State.OPEN or self.kind != OPERATIONS or sequence < 0:
             raise ProtocolError(f"Batches of an open operations connection are counted, not from {sequence}.")
         batches = self._batches
+        self._jumped_from = batches[-1].sequence  # whose Ack may still be on its way
         batches.append(CountedBatch(sequence, batches[-1].total_bytes))
         while len(batches) > 1:  # never empty, because other threads read it
             batches.popleft()
@@ -373,6 +375,8 @@ def _check_welcome(connection: Connection, message: Welcome) -> None:
 
 
 def _check_ack(connection: Connection, message: Ack) -> None:
+    if message.sequence < connection.acked_sequence and message.sequence <= connection._jumped_from:
+        return
     if not connection.acked_sequence <= message.sequence <= connection.last_sequence:
         raise ProtocolError(
             f"Ack {message.sequence} is not between the last one, {connection.acked_sequence}, "

@@ -357,6 +357,20 @@ def test_a_session_that_continues_another_one_counts_on_from_there(role: str, ta
     assert connection.unacked_bytes == 0
 
 
+def test_an_ack_of_what_was_asked_before_the_other_session_may_come_late() -> None:
+    connection = opened(CLIENT)
+    for number in (1, 2):
+        connection.on_send(Batch(Sequence(number), []), 100)
+    connection.jump_to(900)
+    connection.on_send(Batch(Sequence(901), []), 50)
+    connection.on_receive(Ack(Sequence(1)))
+    connection.on_receive(Ack(Sequence(2)))
+    assert (connection.acked_sequence, connection.unacked_bytes) == (900, 50)
+    for impossible in (3, 899, 902):
+        with pytest.raises(ProtocolError):
+            connection.on_receive(Ack(Sequence(impossible)))
+
+
 def test_only_an_open_operations_connection_counts_from_elsewhere() -> None:
     for connection in (Connection(CLIENT), opened(CLIENT, BULK)):
         with pytest.raises(ProtocolError):
