@@ -42,6 +42,8 @@ RAN = "SKYPROXY_TEST_RAN_A_PICKLE"
 ANSWER_SECONDS = 0.5
 """The time that a call has which is not answered as it should be: an honest one takes milliseconds."""
 _HONEST_SECONDS = 30.0
+_OURS = ("did not return a generator", "the worker has no call")
+"""Of documented errors of Python's own classes."""
 _OF_FUNCTIONS = (CallEvent, CallData, JobAnswer)
 _CODES = tuple(kind.code for kind in _OF_FUNCTIONS)
 _COUNTS = (0, 1, 2, 3, 1 << 31, (1 << 63) - 1)
@@ -117,7 +119,7 @@ class HostileWorker:
             if type(values[place]) is dict or chance.random() < 0.3:
                 values[place] = changed(values[place], chance)
             elif type(values[place]) is int:
-                values[place] = chance.choice((values[place] + 1, *_COUNTS))
+                values[place] = chance.choice((min(values[place] + 1, 1 << 63), *_COUNTS))
         if buffers and chance.random() < 0.3:
             place = chance.randrange(len(buffers))
             buffers[place] = self._changed_bytes(buffers[place])
@@ -338,6 +340,7 @@ class Siege:
         self.outcomes[type(error).__name__] += 1
         text = "".join([str(error), *getattr(error, "__notes__", []), str(error.__cause__ or "")])
         ours = isinstance(error, SkyproxyError | TimeoutError)
+        ours = ours or any(words in text for words in _OURS)
         if not ours and "on the worker" not in text:
             self.problems.append(f"round {seed}: {error!r:.300} ({ask.__name__})")
         if "\x1b" in text:
