@@ -31,6 +31,9 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import helper
@@ -38,9 +41,17 @@ import helper
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
-model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+way = sys.argv[3]
+if way == "ddp":
+    model = DistributedDataParallel(model)
+elif way == "fsdp2":
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+else:
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-own = torch.Generator().manual_seed(rank)
+own = torch.Generator().manual_seed(0 if way == "tp" else rank)  # with tensor parallelism, all have the same batch
 for step in range(int(sys.argv[2])):
     x = torch.randn(16, 8, generator=own)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -135,13 +146,14 @@ def processes_of(script: Path) -> list[psutil.Process]:
     return found
 
 
-def test_losses_are_those_of_torchrun(pool: Compute, folder: Path) -> None:
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp"])
+def test_losses_are_those_of_torchrun(pool: Compute, folder: Path, way: str) -> None:
     ours, theirs = folder / "ours", folder / "theirs"
     ours.mkdir()
     theirs.mkdir()
-    pool.torchrun(folder / "train.py", ours, 3, nproc_per_node=2)
+    pool.torchrun(folder / "train.py", ours, 3, way, nproc_per_node=2)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    subprocess.run([*command, str(folder / "train.py"), str(theirs), "3"], check=True, timeout=300)
+    subprocess.run([*command, str(folder / "train.py"), str(theirs), "3", way], check=True, timeout=300)
     for rank in range(4):
         assert (ours / f"losses-{rank}").read_text() == (theirs / f"losses-{rank}").read_text() != ""
 
