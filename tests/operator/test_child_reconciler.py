@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import datetime
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from skyproxy_operator.cluster import ApiError
 from skyproxy_operator.reaping import Report
+from tests.operator.fake_cluster import FakeCluster
 from tests.operator.makers import OPTIONS, make_compute
+from tests.operator.virtual_time import run_virtually
 from tests.operator.world import EVERYTHING, KEY, World, run
 
 
@@ -45,6 +50,77 @@ def test_a_token_that_somebody_made_before_is_used() -> None:
     run(scenario, world)
     assert world.cluster.objects["Secret", "lab", "dev-token"]["data"]["token"] == token
     assert world.prober.asked[0][1].token == "mine"
+
+
+class SlowCluster(FakeCluster):
+    """One whose API server takes a second for each request.
+
+    Attributes:
+        under_way: requests that have not been answered.
+    """
+
+    under_way = 0
+
+    async def _wait(self) -> None:
+        self.under_way += 1
+        try:
+            await asyncio.sleep(1)
+        finally:
+            self.under_way -= 1
+
+    async def read(self, *what: Any) -> Any:
+        await self._wait()
+        return await super().read(*what)
+
+    async def create(self, wanted: Any) -> bool:
+        await self._wait()
+        return await super().create(wanted)
+
+    async def apply(self, wanted: Any) -> Any:
+        await self._wait()
+        return await super().apply(wanted)
+
+
+def slow_world() -> World:
+    world = World()
+    world.cluster = SlowCluster()
+    world.cluster.put(make_compute(uid="compute-1"))
+    world.start_operator()
+    return world
+
+
+def test_what_a_new_compute_needs_is_made_side_by_side() -> None:
+    world = slow_world()
+
+    async def scenario() -> None:
+        begun = asyncio.get_running_loop().time()
+        await world.look()
+        children = [
+            request for request in world.cluster.requests if request[1] in ("Secret", "Service", "NetworkPolicy")
+        ]
+        assert len(children) == 6
+        # The longest of these is two: a Service is looked for, and applied. Then come a Pod and an event.
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(4, abs=0.1)
+
+    run_virtually(scenario())
+
+
+def test_a_child_that_fails_leaves_no_request_of_another_under_way() -> None:
+    world = slow_world()
+    cluster = world.cluster
+    assert isinstance(cluster, SlowCluster)
+    cluster.refuse["Secret"] = ApiError("Secret dev-token", 503, "", "etcd is gone")
+
+    async def scenario() -> None:
+        with pytest.raises(ApiError, match="Secret dev-token: etcd is gone"):
+            await world.look()
+        assert cluster.under_way == 0
+        assert world.names("Service") == ["dev"]
+        cluster.refuse.clear()
+        await world.look()
+        assert world.names("Pod") == ["dev-0"]
+
+    run_virtually(scenario())
 
 
 def test_what_is_not_ours_is_left_alone() -> None:

@@ -25,6 +25,7 @@ PACKAGES = (
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _IMAGES = _REPOSITORY / "tests" / "e2e" / "real" / "images.sh"
 _BRIDGE_SECONDS = 60.0
+_LONGEST_SOCKET = 107
 
 
 def images() -> Path:
@@ -68,7 +69,13 @@ class RealNodes:
         self.address = slot.node_address(-1)
 
     def start(self, plane: ControlPlane) -> None:
-        """Starts them, and waits until this machine is on their bridge. They appear when the control plane is up."""
+        """Starts them, and waits until this machine is on their bridge. They appear when the control plane is up.
+
+        Raises:
+            RuntimeError: the kubelet could not make its sockets in so deep a folder, or there is no bridge in time.
+        """
+        if len(str(self.directory_of("real-0") / "kubelet" / "pod-resources" / "4294967295")) > _LONGEST_SOCKET:
+            raise RuntimeError(f"the path of {self._directory} is too long for the sockets of a kubelet in it")
         for index, name in enumerate(NODES):
             plane.authority.issue(name, self._slot.node_address(index), name)
             made = plane.user_kubeconfig(f"system:node:{name}", group="system:nodes")
