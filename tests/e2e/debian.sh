@@ -35,3 +35,47 @@ Acquire::Languages "none";
 CONF
   export APT_CONFIG=$state/apt.conf
 }
+
+require_to_build() { # require_to_build WHAT "PACKAGE..." COMMAND...: ends the script where something is missing
+  local what=$1 packages=$2 missing=() command
+  shift 2
+  for command in apt-get dpkg flock "$@"; do
+    command -v "$command" >/dev/null || missing+=("$command")
+  done
+  [[ -e $keyring ]] || missing+=("$keyring")
+  require_mirror
+  ((${#missing[@]} == 0)) || {
+    echo "building $what needs ${missing[*]}. On Debian: apt-get install $packages debian-archive-keyring" >&2
+    exit 1
+  }
+}
+
+build_once() { # build_once DIRECTORY WHAT COMMAND...: calls `require` and `COMMAND... WORK` unless `is_complete`
+  local target=$1 what=$2
+  shift 2
+  mkdir -p "$target"
+  # Two at once: the second waits here, then finds everything.
+  exec 9>"$target/.lock"
+  flock 9
+  if ! is_complete; then
+    require
+    work=$(mktemp -d "$target/work.XXXXXX")
+    trap 'rm -rf "$work"' EXIT
+    echo "building $what in $target; this takes minutes, once" >&2
+    # In the background, for in a condition `set -e` would not hold.
+    "$@" "$work" >"$target/build.log" 2>&1 &
+    if ! wait $!; then
+      echo "the build failed; the end of $target/build.log:" >&2
+      tail -n 30 "$target/build.log" >&2
+      exit 1
+    fi
+    mkdir -p "$target/bin"
+    mv -f "$work"/bin/* "$target/bin/"
+    [[ ! -f $work/version ]] || mv -f "$work/version" "$target/"
+  fi
+  is_complete || {
+    echo "binaries are missing in $target/bin after the build" >&2
+    exit 1
+  }
+  echo "$target/bin"
+}

@@ -54,7 +54,8 @@ time.sleep(1000)
 
 # The same with real nodes, without waiting for an image to be built: what the run itself uses is there.
 _REAL_RUN = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background would ignore it
 from pathlib import Path
 from tests.e2e.control_plane import binaries, real_nodes
 from tests.e2e.control_plane.addresses import take_slot
@@ -144,7 +145,7 @@ def test_real_nodes_end_with_their_run(
         assert control_groups.left(f"{slot.bridge}-") == {f"{slot.bridge}-{name}" for name in NODES}
     finally:
         run.send_signal(number)
-        run.wait()
+        run.wait(_WAIT_SECONDS)
     deadline, pause = time.monotonic() + _WAIT_SECONDS, threading.Event()
 
     def left() -> list[str]:

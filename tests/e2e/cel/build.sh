@@ -19,16 +19,7 @@ is_complete() {
 }
 
 require() {
-  local missing=() command
-  for command in apt-get dpkg flock; do
-    command -v "$command" >/dev/null || missing+=("$command")
-  done
-  [[ -e $keyring ]] || missing+=("$keyring")
-  require_mirror
-  ((${#missing[@]} == 0)) || {
-    echo "building an API server needs ${missing[*]}. On Debian: apt-get install util-linux debian-archive-keyring" >&2
-    exit 1
-  }
+  require_to_build "an API server" util-linux
 }
 
 build() {
@@ -55,25 +46,4 @@ build() {
   "$work/bin/etcd" --version | head -1
 }
 
-mkdir -p "$target"
-# Two at once: the second waits here, then finds everything.
-exec 9>"$target/.lock"
-flock 9
-if ! is_complete; then
-  require
-  work=$(mktemp -d "$target/work.XXXXXX")
-  trap 'rm -rf "$work"' EXIT
-  echo "building an API server for custom resources in $target; this takes minutes, once" >&2
-  # In the background, for in a condition `set -e` would not hold.
-  build "$work" >"$target/build.log" 2>&1 &
-  if ! wait $!; then
-    echo "the build failed; the end of $target/build.log:" >&2
-    tail -n 30 "$target/build.log" >&2
-    exit 1
-  fi
-  mkdir -p "$target/bin"
-  mv -f "$work"/bin/* "$target/bin/"
-  mv -f "$work/version" "$target/"
-fi
-is_complete || { echo "binaries are missing in $target/bin after the build" >&2; exit 1; }
-echo "$target/bin"
+build_once "$target" "an API server for custom resources" build

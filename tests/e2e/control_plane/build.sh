@@ -31,21 +31,12 @@ missing_binaries() {
 }
 
 require() {
-  local missing=() command
-  for command in apt-get dpkg dpkg-source make gcc flock xz; do
-    command -v "$command" >/dev/null || missing+=("$command")
-  done
-  [[ -e $keyring ]] || missing+=("$keyring")
-  require_mirror
-  ((${#missing[@]} == 0)) || {
-    echo "building Kubernetes needs ${missing[*]}. On Debian: apt-get install dpkg-dev make gcc xz-utils debian-archive-keyring" >&2
-    exit 1
-  }
+  require_to_build Kubernetes "dpkg-dev make gcc xz-utils" dpkg-source make gcc xz
 }
 
 build() {
-  local work=$1 package name commands=()
-  shift
+  local work=$1 package name commands=() wanted
+  mapfile -t wanted < <(missing_binaries)
   private_apt "$work/apt" "deb bookworm" "deb-src bookworm" "deb trixie"
   mkdir -p "$work"/{root,kubectl,home,shim,bin}
   cd "$work"
@@ -66,7 +57,7 @@ build() {
 
   cd source
   # kubectl is there already, and newer.
-  for name in "$@"; do [[ ! -d cmd/$name || $name == kubectl ]] || commands+=("cmd/$name"); done
+  for name in "${wanted[@]}"; do [[ ! -d cmd/$name || $name == kubectl ]] || commands+=("cmd/$name"); done
   mkdir -p .go/src/k8s.io
   [[ -L .go/src/k8s.io/kubernetes ]] || ln -s ../../.. .go/src/k8s.io/kubernetes
   # Without a command, make would build all of Kubernetes.
@@ -79,30 +70,9 @@ build() {
   install -m755 root/usr/bin/etcd kubectl/usr/bin/kubectl bin/
   # Static: its container has nothing but this one file.
   gcc -Os -static -o bin/pause source/build/pause/linux/pause.c
-  for name in "$@"; do [[ -x bin/$name ]]; done
+  for name in "${wanted[@]}"; do [[ -x bin/$name ]]; done
   bin/etcd --version | head -1
   bin/kubectl version --client
 }
 
-mkdir -p "$target"
-# Two at once: the second waits here, then finds everything.
-exec 9>"$target/.lock"
-flock 9
-if ! is_complete; then
-  require
-  work=$(mktemp -d "$target/work.XXXXXX")
-  trap 'rm -rf "$work"' EXIT
-  echo "building Kubernetes $version in $target; this takes about six minutes, once" >&2
-  # In the background, for in a condition `set -e` would not hold.
-  # shellcheck disable=SC2046 # one word for each
-  build "$work" $(missing_binaries) >"$target/build.log" 2>&1 &
-  if ! wait $!; then
-    echo "the build failed; the end of $target/build.log:" >&2
-    tail -n 30 "$target/build.log" >&2
-    exit 1
-  fi
-  mkdir -p "$target/bin"
-  mv -f "$work"/bin/* "$target/bin/"
-fi
-is_complete || { echo "binaries are missing in $target/bin after the build" >&2; exit 1; }
-echo "$target/bin"
+build_once "$target" "Kubernetes $version" build
