@@ -375,7 +375,7 @@ def _check_welcome(connection: Connection, message: Welcome) -> None:
 
 
 def _check_ack(connection: Connection, message: Ack) -> None:
-    if message.sequence < connection.acked_sequence and message.sequence <= connection._jumped_from:
+    if 0 < message.sequence <= connection._jumped_from and message.sequence < connection.acked_sequence:
         return
     if not connection.acked_sequence <= message.sequence <= connection.last_sequence:
         raise ProtocolError(
