@@ -18,7 +18,7 @@ CHECKPOINT_VARIABLE = "SKYPROXY_CHECKPOINT_DIR"
 RESTARTS_VARIABLE = "SKYPROXY_RESTART_COUNT"
 FOLDER_PREFIX = "skyproxy-checkpoints-"
 """The beginning of the names of folders of calls that are started again."""
-LEFT_SECONDS = 86_400.0
+LEFT_SECONDS = 14 * 86_400.0
 """The time without a change after which such a folder that no process uses was left by a program that died."""
 _lock = threading.Lock()
 _in_use: dict[Path, int] = {}
@@ -71,7 +71,7 @@ def checkpoint_folder(name: str) -> Path:
 
 
 def remove_left_folders() -> None:
-    """Remove the folders of calls whose programs died: no process has used them for a day. A worker does so at its
+    """Remove the folders of calls whose programs died: no process has used them for two weeks. A worker does so at its
     start.
     """
     try:
@@ -93,7 +93,7 @@ def remove_left_folders() -> None:
 
 
 def _left_folders() -> Iterator[Path]:
-    """Yield the folders of this user in which nothing has changed for a day."""
+    """Yield the folders of this user in which nothing has changed for two weeks."""
     newest_of_old = time.time() - LEFT_SECONDS
     with contextlib.suppress(OSError):
         for folder in checkpoint_folder("").glob(FOLDER_PREFIX + "*"):
@@ -113,7 +113,7 @@ def _use(folder: Path) -> None:
         for gone in [known for known in _in_use if not known.exists()]:
             os.close(_in_use.pop(gone))
         if folder not in _in_use:
-            with contextlib.suppress(OSError):  # of a file system without locks: a day without a change counts alone
+            with contextlib.suppress(OSError):  # of a file system without locks: two weeks without a change count alone
                 descriptor = os.open(folder, os.O_RDONLY)
                 _in_use[folder] = descriptor
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -59,7 +59,7 @@ def age(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs the system's locks of files")
-def test_a_folder_goes_when_its_processes_have_died_and_nothing_has_changed_for_a_day(
+def test_a_folder_goes_when_its_processes_have_died_and_nothing_has_changed_for_two_weeks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SKYPROXY_JOBS", str(tmp_path))
