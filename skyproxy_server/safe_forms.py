@@ -276,7 +276,8 @@ def _segments(given: dict[str, Any]) -> None:
 @_checks("_fft_c2r", "_fft_r2c", "_fft_c2c")
 def _fft(given: dict[str, Any]) -> None:
     tensor, dims = given["self"], given["dim"]
-    require(len(set(dims)) == len(dims) > 0, "an FFT names each of its dimensions once")
+    copies = not dims and "forward" in given  # complex numbers to complex numbers, over no dimension
+    require(copies or len(set(dims)) == len(dims) > 0, "an FFT names each of its dimensions once")
     require(all(0 <= d < tensor.dim() for d in dims), f"an FFT over {dims} of {tensor.dim()} dimensions")
     if "last_dim_size" in given:
         size = given["last_dim_size"]

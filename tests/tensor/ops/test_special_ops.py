@@ -21,6 +21,12 @@ def _same(compute: Callable[..., Any], device: str, *arguments: Any) -> None:
     assert tree_differences(ours, theirs) == []
 
 
+@pytest.mark.parametrize("transform", [torch.fft.fftn, torch.fft.ifftn])
+def test_a_fourier_transform_over_no_dimension_is_a_complex_copy(sky1: str, transform: Callable[..., Any]) -> None:
+    x = torch.randn(3, 4)
+    assert torch.equal(transform(x.to(sky1), dim=()).cpu(), transform(x, dim=()))
+
+
 def test_splitting_at_places_in_a_tensor(sky1: str) -> None:
     x = torch.arange(12.0).view(6, 2)
     _same(lambda a: torch.tensor_split(a, torch.tensor([1, 4])), sky1, x)

@@ -216,6 +216,18 @@ def test_function_transforms_work(sky1: str) -> None:
     assert torch.allclose(tangent.cpu(), x.cpu().cos(), atol=1e-6)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacfwd])
+def test_a_tensor_that_a_transform_did_not_make_is_printed_within(sky1: str, transform: Any) -> None:
+    x, printed = torch.arange(3.0, device=sky1), []
+
+    def noting(y: torch.Tensor) -> torch.Tensor:
+        printed.append(repr(x))
+        return (x * y).sum()
+
+    transform(noting)(torch.ones(3, device=sky1))
+    assert printed == [repr(x)] == [f"tensor([0., 1., 2.], device='{sky1}')"]
+
+
 def test_gradients_per_sample_are_those_of_each_sample(sky1: str) -> None:
     module = nn.Linear(3, 1).to(sky1)
     parameters = {name: p.detach() for name, p in module.named_parameters()}
