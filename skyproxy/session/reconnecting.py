@@ -198,6 +198,7 @@ class Reconnector:
             number = self.recoveries
             before, self._restored_bulk = self._restored_bulk, bulk._replace(recoveries=number)
             self._recovered.notify_all()
+        recovery.cut_bulk(number - 1)  # one that came back meanwhile, to the session before
         if before is not None:  # nobody came for it
             before.link.close()
         return operations._replace(recoveries=number)
@@ -302,6 +303,8 @@ class Reconnecting(Transport):
                     fresh.link.set_sink(self._sink)
                     self._take(link, fresh)
                     self._link = fresh.link
+                if self._reconnector.recoveries > self._recoveries:
+                    fresh.link.cut()  # it came back to a session that another worker goes on with by now
             except BaseException:
                 fresh.link.close()
                 raise

@@ -26,6 +26,7 @@ from skyproxy.runtime.debug_rooms import Line
 pytestmark = pytest.mark.slow
 
 TRAIN = """
+import os
 import sys
 
 import torch
@@ -61,6 +62,8 @@ for step in range(int(sys.argv[2])):
     with open(f"{sys.argv[1]}/losses-{rank}", "a") as file:
         print(helper.text_of(loss.item()), file=file)
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # PyTorch's threads of gloo end one process in ten or so with SIGABRT when it exits, under torchrun as well
 """
 
 PLACE = """

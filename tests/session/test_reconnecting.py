@@ -20,13 +20,14 @@ from skyproxy.protocol.messages import (
     Goodbye,
     Hello,
     Message,
+    Pong,
     Received,
     Reply,
     Sequence,
     Welcome,
 )
 from skyproxy.session import reconnecting
-from skyproxy.session.reconnecting import ReconnectingOperations, Reconnector
+from skyproxy.session.reconnecting import ReconnectingBulk, ReconnectingOperations, Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.transport.base import Transport
@@ -399,3 +400,21 @@ def test_a_goodbye_of_the_worker_that_is_left_ends_nothing(state: str) -> None:
     assert reconnector.outlives(Goodbye("crashed", ""))
     setattr(recovery, state, True)
     assert reconnector.outlives(ended)
+
+
+def test_a_connection_that_comes_back_to_a_session_which_another_worker_goes_on_with_is_cut() -> None:
+    """The worker before would end the session on it, a moment later, and so this program's."""
+    fresh = Mock(spec=Transport)
+
+    def reopen(role: str, received: int) -> tuple[Transport, Welcome]:
+        reconnector.recoveries += 1  # the thread of the operations, meanwhile
+        return fresh, Mock()
+
+    broken = Mock(spec=Transport, was_closed=False, bytes_sent=1, bytes_received=1)
+    broken.connection = Mock(goodbye=None, answers=0)
+    broken.recv.side_effect = SessionLostError("cut")
+    reconnector = Reconnector(reopen, "there", 1.0)
+    bulk = ReconnectingBulk(broken, reconnector)
+    fresh.recv.return_value = Pong(0)
+    assert bulk.recv() == Pong(0)
+    fresh.cut.assert_called_once()
