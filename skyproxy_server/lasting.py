@@ -122,7 +122,8 @@ class LastingTransport(Transport):
             for message in link.connection.continue_from(self._link.connection, received):
                 link.repeat(message)
             self._repeated_bytes = link.connection.kept_bytes
-            if self._last_ack is not None:
+            # Not one of what was asked before a snapshot was loaded: the client counts from elsewhere since then.
+            if self._last_ack is not None and self._last_ack.sequence >= link.connection.acked_sequence:
                 link.repeat(self._last_ack)
             self._link = link
             self._detached_at = None

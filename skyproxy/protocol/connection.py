@@ -177,7 +177,7 @@ class Connection:
         if not first <= received <= last:
             raise ProtocolError(f"The {self._peer} continues after {received}, which must be {first} to {last}.")
         self._batches, self._answers = before._batches, before._answers
-        self._keeps, self.last_answer = before._keeps, before.last_answer
+        self._keeps, self.last_answer, self._jumped_from = before._keeps, before.last_answer, before._jumped_from
         if self.role == CLIENT:
             return [batch.message for batch in self._batches if batch.sequence > received and batch.message is not None]
         self._forget_answers(received)

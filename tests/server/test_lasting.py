@@ -127,6 +127,23 @@ def test_the_latest_ack_is_said_again(kept: Kept) -> None:
     assert [type(client.recv(SOON_SECONDS)) for _ in range(2)] == [Failure, Ack]
 
 
+def test_an_ack_of_what_came_before_a_snapshot_was_loaded_is_not_said_again(kept: Kept) -> None:
+    kept.client.send(Batch(Sequence(1), []))
+    kept.session.recv(SOON_SECONDS)
+    kept.session.send(Ack(Sequence(1)))
+    kept.client.recv(SOON_SECONDS)
+    for side in (kept.client, kept.session):
+        side.connection.jump_to(70)
+    kept.client.cut()
+    client, worker = link(kept.session)
+    attempt, has = kept.session.prepare()
+    assert has == 70
+    client.connection.continue_from(kept.client.connection, has)
+    assert kept.session.attach(worker, attempt, 0)
+    kept.session.send(Failure(RequestId(0), {}))
+    assert type(client.recv(SOON_SECONDS)) is Failure
+
+
 def test_without_a_client_the_session_ends_when_the_grace_does() -> None:
     kept = Kept(grace_seconds=0.05)
     kept.client.cut()
