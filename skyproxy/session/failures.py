@@ -21,7 +21,7 @@ from skyproxy.errors import (
     remote_error_class,
     visible,
 )
-from skyproxy.interrupts import raised_by_handler
+from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.protocol.messages import Warned
 from skyproxy.session.lines import describe_line, find_line
 from skyproxy.session.recorder import RecordedBatch, Recorder
@@ -63,6 +63,7 @@ class FailureReports:
         self.recent: deque[dict[str, object]] = deque(maxlen=_RECENT_ERRORS)
         self._recorder = recorder
 
+    @shielded  # what a signal's handler raises would be suppressed
     def answer(self, record: dict[str, object]) -> RemoteError:
         """Return the error that a command's failure on the worker is here, for whoever waits for that.
 
@@ -73,6 +74,7 @@ class FailureReports:
             line = self._line_of(record)
         return self._add_notes(record, line)
 
+    @shielded
     def line_at(self, place: dict[str, Any]) -> str:
         """Return the line that recorded the command at a place, as long as its batch is known; else an empty text."""
         with contextlib.suppress(KeyError, TypeError, RuntimeError):  # it has no place, or the batches are changing
