@@ -33,6 +33,7 @@ from skyproxy_server.graph_checks import (
     plain_text,
     runs_one_by_one,
 )
+from skyproxy_server.kernel_checks import CHECKS
 from skyproxy_server.op_functions import function_of, is_checked
 from skyproxy_server.op_overrides import CPU_OVERRIDES
 from skyproxy_server.signatures import Signature
@@ -187,7 +188,8 @@ class CompiledGraph:
         traced = CPU_OVERRIDES.get(name, overload) if on_cpu else overload
         name = compiled_name(name)
         checked = function_of(name, overload, on_cpu=on_cpu) if is_checked(name, overload) else None
-        if runs_one_by_one(name) or (checked is not None and not compiles_unchecked()):
+        settled = compiles_unchecked() or _is_settled(overload, arguments, keywords)
+        if runs_one_by_one(name) or (checked is not None and not settled):
             self._mode, self.trouble = "eager", self.trouble or f"{name} is only checked where it runs"
         return traced, checked
 
@@ -250,6 +252,20 @@ class CompiledGraph:
         if not self._varies:
             self._fixed = compiled
         return compiled
+
+
+def _is_settled(overload: torch._ops.OpOverload, arguments: list[object], keywords: dict[str, Any]) -> bool:
+    """Return whether an op's check has passed for good: all that it looks at are constants."""
+    check = CHECKS.get(overload._schema.name.removeprefix("aten::"))
+    names = [argument.name for argument in overload._schema.arguments]
+    fields = {**dict(zip(names, arguments, strict=False)), **keywords}
+    if check is None or any(tag in (torch_codec.NODE, torch_codec.LIST) for tag, _ in fields.values()):
+        return False
+    try:
+        check({name: torch_codec.decode_constant(tag, value) for name, (tag, value) in fields.items()})
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_input(template: object) -> bool:

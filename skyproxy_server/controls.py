@@ -15,6 +15,7 @@ from skyproxy_server.failures import PoisonedError
 from skyproxy_server.foreign_memory import clear_from
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.profiling import WorkerProfile
+from skyproxy_server.random_state import set_state
 from skyproxy_server.session_state import SessionState
 
 CONTROLS: dict[str, Callable[..., object]] = {}
@@ -137,7 +138,7 @@ def random_state(session: SessionState, device: list[object]) -> bytes:
 def set_random_state(session: SessionState, device: list[object], state: bytes) -> None:
     """Replaces the state of a device's default generator."""
     with session.random.exclusive():
-        session.random.generator(*_place(device)).set_state(_state(state))
+        set_state(session.random.generator(*_place(device)), _state(state))
 
 
 @_control
@@ -183,7 +184,7 @@ def generator_state(session: SessionState, slot: int) -> bytes:
 @_control
 def set_generator_state(session: SessionState, slot: int, state: bytes) -> None:
     """Set the state of a generator."""
-    session.values.get(slot).set_state(_state(state))
+    set_state(session.values.get(slot), _state(state))
 
 
 @_control
@@ -198,7 +199,9 @@ def copy_generator_state(session: SessionState, slot: int, source: int) -> None:
     session.values.get(slot).set_state(session.values.get(source).get_state())
 
 
-def _state(state: bytes) -> torch.Tensor:
+def _state(state: object) -> torch.Tensor:
+    if not isinstance(state, bytes):  # of a number, so many zeros would be made
+        raise ProtocolError(f"the state of a random generator is bytes, not {type(state).__name__}")
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from skyproxy import torch_codec
 from skyproxy_server.failures import Failed, PoisonedError
+from skyproxy_server.layouts import needed_bytes
 
 _NO_STORAGE = 0
 """The key of what closes no storage: see `Gates.hold`."""
@@ -104,6 +104,25 @@ class Gates:
                 if storage_key(part) in self._shrunk:
                     _check_size(part)
 
+    def empty_without_memory(self, value: object) -> bool:
+        """Empty tensors whose sizes reach beyond what their memory is, or was before it was made smaller.
+
+        PyTorch sets the sizes first, then fails to get the memory: whoever reads such a tensor reads the process's
+        memory.
+
+        Returns:
+            Whether there was one.
+        """
+        if isinstance(value, list | tuple):
+            return sum(map(self.empty_without_memory, value)) > 0  # each of them
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+            return False
+        former = self._shrunk.get(storage_key(value) or _NO_STORAGE, (None, 0))[1]
+        if needed_bytes(value) <= max(value.untyped_storage().nbytes(), former):
+            return False
+        value.as_strided_((0,), (1,), 0)
+        return True
+
     def close(self, tensor: torch.Tensor, gate: Gate) -> None:
         key = storage_key(tensor)
         if key is not None:
@@ -111,8 +130,11 @@ class Gates:
             self.closed.setdefault(key, []).append(gate)
 
     def mark_failed(self, tensor: object, failed: Failed) -> None:
-        """The tensor's storage was to be changed by a command that failed."""
-        if isinstance(tensor, torch.Tensor):
+        """The tensor's storage was to be changed by a command that failed; or those of several."""
+        if isinstance(tensor, list | tuple):
+            for item in tensor:
+                self.mark_failed(item, failed)
+        elif isinstance(tensor, torch.Tensor):
             for part in _parts(tensor):
                 if not self._is_marked(part, failed):
                     self.close(part, Gate(None, failed=failed))
@@ -265,8 +287,7 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _check_size(tensor: torch.Tensor) -> None:
-    elements = torch_codec.storage_extent(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    needed, there = elements * tensor.element_size(), tensor.untyped_storage().nbytes()
+    needed, there = needed_bytes(tensor), tensor.untyped_storage().nbytes()
     if needed > there:
         raise RuntimeError(
             f"this tensor's storage was resized to {there} bytes, and the tensor needs {needed}. Resize the storage "

@@ -113,6 +113,13 @@ def _norms_of_weights(given: dict[str, Any]) -> None:
         given["grad_w"] = given["grad_w"].contiguous()
 
 
+@_checks("_weight_norm")
+def _fused_norms_of_weights(given: dict[str, Any]) -> None:
+    # It calls the kernel of `_weight_norm_interface` where the dimension is the first or the last, and else broadcasts.
+    if given["v"].dim() > 0 and given.get("dim", 0) in (0, given["v"].dim() - 1):
+        _norms_of_weights(given)
+
+
 @_checks("_logcumsumexp")
 def _cumulated_sums(given: dict[str, Any]) -> None:
     out = given.get("out")
@@ -131,6 +138,16 @@ def _linear_combination(given: dict[str, Any]) -> None:
 def _range(given: dict[str, Any]) -> None:
     # The kernel adds one to it, and then halves a negative number until it is 0.
     require(given.get("from") is None or given["from"] < (1 << 63) - 1, "there are no numbers beyond the largest")
+
+
+@_checks("arange", "range")
+def _steps(given: dict[str, Any]) -> None:
+    # The kernel computes the number of steps in 64 bits, and the smallest number divided by -1 ends the process.
+    numbers = [given.get("start", 0), given["end"], given.get("step", 1)]
+    kind = given["out"].dtype if "out" in given else given.get("dtype")
+    if kind is None:
+        kind = torch.float64 if any(type(number) is float for number in numbers) else torch.int64
+    require(kind.is_floating_point or sum(map(abs, numbers)) < (1 << 63) - 1, "a range of numbers beyond the largest")
 
 
 @_checks("_slow_conv2d_forward", "_slow_conv2d_backward", "thnn_conv2d")

@@ -11,6 +11,7 @@ from skyproxy.errors import InferenceMismatchError, ProtocolError
 from skyproxy.torch_codec import Description
 from skyproxy_server.argument_checks import MAX_DIMENSIONS, UNUSABLE_DTYPES
 from skyproxy_server.failures import Failed
+from skyproxy_server.foreign_memory import clear_from
 
 
 def decode_all(described: Any) -> list[Description]:
@@ -117,26 +118,20 @@ def restore_look(value: object, description: Description, *, allowed: bool) -> b
     extent = torch_codec.storage_extent(description.size, description.stride, description.offset)
     try:
         storage = value.untyped_storage()
-        if extent * value.element_size() > storage.nbytes():
+        former = storage.nbytes()
+        if extent * value.element_size() > former:
             storage.resize_(extent * value.element_size())
+            clear_from(value, former)
         value.as_strided_(description.size, description.stride, description.offset)
     except Exception:
         return False
     return True
 
 
-def empty_if_without_memory(value: object) -> bool:
-    """Empty a tensor whose sizes reach beyond its memory; return if they did.
-
-    PyTorch sets the sizes first, then fails to get the memory: whoever reads such a tensor reads the process's memory.
-    """
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return False
-    extent = torch_codec.storage_extent(tuple(value.shape), value.stride(), int(value.storage_offset()))
-    if extent * value.element_size() <= value.untyped_storage().nbytes():
-        return False
-    value.as_strided_((0,), (1,), 0)
-    return True
+def needed_bytes(tensor: torch.Tensor) -> int:
+    """The bytes that a strided tensor's storage must have for its sizes."""
+    extent = torch_codec.storage_extent(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    return extent * tensor.element_size()
 
 
 def _mismatch(what: str, actual: Description | None, expected: Description) -> InferenceMismatchError:

@@ -7,6 +7,7 @@ when another session's op draws, the states are exchanged first.
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +15,11 @@ import torch
 
 from skyproxy.protocol.commands import Handler
 from skyproxy_server.devices import WorkerDevices
+
+_CPU_STATE = struct.Struct("=QiiQ")
+"""The beginning of the CPU generator's state: seed, numbers left, whether it is seeded, the next one's place."""
+_CPU_NUMBERS = 624
+"""The numbers of the Mersenne twister, from the paper that it comes from."""
 
 _lock = threading.RLock()
 _owner: RandomState | None = None
@@ -77,6 +83,7 @@ class RandomState:
             now = self.states()
             for key in now.keys() & before.keys() & after.keys():
                 if torch.equal(now[key], before[key]) and not torch.equal(after[key], before[key]):
+                    set_state(torch.Generator(key[0]), after[key])
                     self._states[key] = after[key]
                     if _owner is self:
                         _generator(*key).set_state(after[key])
@@ -106,6 +113,23 @@ class RandomState:
         with _lock:
             if _owner is self:
                 _owner = None
+
+
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Give a generator a state that somebody else has sent.
+
+    PyTorch checks its size and how many numbers are left, but not that so many follow the next one: with others, the
+    generator would draw from the memory behind its own.
+
+    Raises:
+        RuntimeError: no generator has such a state.
+    """
+    if generator.device.type == "cpu":
+        data = state.numpy().tobytes()
+        _, left, _, place = _CPU_STATE.unpack_from(data.ljust(_CPU_STATE.size, b"\0"))
+        if left + place > _CPU_NUMBERS + 1:
+            raise RuntimeError(f"no random generator has {left:,} numbers left behind the one at {place:,}")
+    generator.set_state(state)
 
 
 def _generator(kind: str, index: int) -> torch.Generator:

@@ -16,6 +16,7 @@ import torch
 from skyproxy_server.allowed_ops import ALLOWED
 from skyproxy_server.foreign_memory import bytes_of, clear, clear_elements, clear_from
 from skyproxy_server.kernel_checks import CHECKS, Check, clamp_indices, require
+from skyproxy_server.layouts import needed_bytes
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -455,7 +456,7 @@ def _growing_form(overload: torch._ops.OpOverload) -> Callable[..., object]:
             return op(*args, **kwargs)
         finally:  # it may have grown before it failed
             clear_from(changed, former)
-            if "out" in given:
+            if "out" in given and changed.layout is torch.strided and needed_bytes(changed) <= bytes_of(changed):
                 clear_elements(changed)
 
     return call

@@ -12,7 +12,7 @@ import torch
 from skyproxy.errors import InferenceMismatchError, ProtocolError
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gates, storage_key
-from skyproxy_server.layouts import decode_all, empty_if_without_memory, restore_look
+from skyproxy_server.layouts import decode_all, restore_look
 from skyproxy_server.reports import Reports
 from skyproxy_server.signatures import Signature
 
@@ -130,17 +130,21 @@ class Values:
         """
         failed = self._cause(signature, stream, at, error)
         outputs, written = signature.output_slots(stream, at), signature.written_slots(stream, at)
+        # A result may be for the slot of an argument, which others hold, too.
+        given = {slot: self.slots.get(slot) for slot in signature.input_slots(stream, at)}
         for slot in outputs:
             self.slots[slot] = failed
         for slot in written:
-            self.gates.mark_failed(self.slots.get(slot), failed)
-            if empty_if_without_memory(self.slots.get(slot)):
+            self.gates.mark_failed(given.get(slot), failed)
+        for slot, value in given.items():  # also where a compiled graph does not say that it writes there
+            if self.gates.empty_without_memory(value):
+                self.gates.mark_failed(value, failed)
                 self.slots[slot] = failed
         if written and expected is not None:
             # The client changed what it believes of them when it recorded the op.
             may_change = not isinstance(error, InferenceMismatchError)
             for slot, description in zip(written, decode_all(expected)[len(outputs) :], strict=False):
-                if not restore_look(self.slots.get(slot), description, allowed=may_change):
+                if not restore_look(given.get(slot), description, allowed=may_change):
                     self.slots[slot] = failed
         return at + 1 + signature.width
 
@@ -164,12 +168,12 @@ class Values:
             expected: what the client believes of its outputs and of what it writes, where the command says so.
         """
         slots, outputs = self.slots, signature.output_slots(stream, at)
-        inputs = (slots.get(slot) for slot in signature.input_slots(stream, at))
-        cause = next((value for value in inputs if isinstance(value, Failed) and not value.was_cancelled), None)
+        given = {slot: slots.get(slot) for slot in signature.input_slots(stream, at)}
+        cause = next((value for value in given.values() if isinstance(value, Failed) and not value.was_cancelled), None)
         written = signature.written_slots(stream, at)
         slots.update((slot, cause or made) for slot in outputs if slot)
         for slot in written:
-            self.gates.mark_failed(slots.get(slot), cause or changed)
+            self.gates.mark_failed(given.get(slot), cause or changed)
         if not written:
             return
         if expected is None:
@@ -177,7 +181,7 @@ class Values:
             slots.update((slot, cause or changed) for slot in written if signature.fills_outs)
             return
         for slot, description in zip(written, decode_all(expected)[len(outputs) :], strict=False):
-            if not restore_look(slots.get(slot), description, allowed=True):
+            if not restore_look(given.get(slot), description, allowed=True):
                 slots[slot] = cause or changed
 
     def _cause(self, signature: Signature, stream: list[object], at: int, error: Exception) -> Failed:

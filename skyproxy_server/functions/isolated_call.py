@@ -7,6 +7,7 @@ ends, ends its call and nothing besides.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import select
@@ -288,23 +289,24 @@ class IsolatedCall:
         self._tail = (self._tail + text)[-2 * _TAIL_CHARACTERS :]
         call.print_from_process(stream, text)
 
-    def _pass_output(self, process: Fledgling, call: Caller, descriptor: int) -> bool:
-        """Pass on what was written to a file of the process; return whether more may come."""
+    def _pass_output(self, process: Fledgling, call: Caller, descriptor: int) -> int:
+        """Pass on what was written to a file of the process; return how many bytes, 0 where no more come."""
         try:
             data = os.read(descriptor, _PIPE_BYTES)
         except BlockingIOError:
-            return True
+            return 1
         if data:
             self._print(call, "stdout" if descriptor == process.out else "stderr", data.decode("utf-8", "replace"))
-        return bool(data)
+        return len(data)
 
     def _drain(self, process: Fledgling, call: Caller) -> None:
         """Pass on what is there already; processes that the function has started may hold the files open."""
         for descriptor in (process.out, process.err):
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
-            while poll.poll(0) and self._pass_output(process, call, descriptor):
-                pass
+            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)  # what comes meanwhile may come without end
+            while left > 0 and poll.poll(0) and (count := self._pass_output(process, call, descriptor)):
+                left -= count
 
     def _crash(self, process: Fledgling, call: Caller) -> FunctionCrashedError:
         ending = process.ending()

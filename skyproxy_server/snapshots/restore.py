@@ -35,6 +35,7 @@ from skyproxy_server.argument_checks import MAX_DIMENSIONS, UNUSABLE_DTYPES
 from skyproxy_server.controls import HostEvent
 from skyproxy_server.failures import Failed
 from skyproxy_server.named_sessions import NamedSession
+from skyproxy_server.random_state import set_state
 from skyproxy_server.recordings import Recording
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.beliefs import decode_watch
@@ -306,7 +307,7 @@ class _Restoration:
                 return self._failure_at(number)
             case ["generator", kind, index, state]:
                 made = torch.Generator(self._device(kind, index))
-                made.set_state(_bits(state))
+                set_state(made, _bits(state))
                 return made
             case ["event", age]:
                 return HostEvent(time.perf_counter() - real(age, "the age of an event"))
@@ -362,7 +363,7 @@ class _Restoration:
     def _generator_state(self, kind: object, index: object, state: object) -> tuple[tuple[str, int], torch.Tensor]:
         device = self._device(kind, index)
         bits = _bits(state)
-        torch.Generator(device).set_state(bits)  # PyTorch checks it
+        set_state(torch.Generator(device), bits)
         return (device.type, device.index or 0), bits
 
     # --- what runs commands ------------------------------------------------------------------------------------------

@@ -142,12 +142,12 @@ def test_sizes_that_change_are_compiled_apart_up_to_a_bound(monkeypatch: pytest.
     assert "sets of sizes" in program.trouble
 
 
-def test_a_missing_compiler_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_found_out() -> None:
     from torch._inductor import config, cpp_builder
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
-    assert "compiler" in compiler_problem("cpu")
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert "compiler" in compiler_problem("cpu")
 
 
 def test_a_forgotten_program_fails_clearly(worker: Worker) -> None:

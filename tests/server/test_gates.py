@@ -154,3 +154,30 @@ def test_a_transfer_that_failed_and_left_poison_ends_no_session() -> None:
     with pytest.raises(PoisonedError):
         gates.wait_until_usable([x], [])
     assert not gates
+
+
+def test_a_tensor_beyond_its_memory_is_emptied_also_in_a_list() -> None:
+    gates, value, other = Gates(), torch.ones(8), torch.ones(2)
+    assert not gates.empty_without_memory([value, 3, None, value.to_sparse()])
+    value.untyped_storage().resize_(4)
+    assert gates.empty_without_memory([other, (value,)])
+    assert (value.shape, other.shape) == ((0,), (2,))
+
+
+def test_a_tensor_whose_memory_was_made_smaller_keeps_its_sizes_and_no_larger_ones() -> None:
+    gates, value = Gates(), torch.ones(8)
+    value.untyped_storage().resize_(0)
+    gates.note_resize(value, 32)
+    assert not gates.empty_without_memory(value)
+    value.untyped_storage().resize_(36)
+    value.as_strided_((9,), (1,))
+    value.untyped_storage().resize_(0)
+    assert gates.empty_without_memory(value)
+
+
+def test_a_failed_change_of_a_list_closes_each_of_its_storages() -> None:
+    gates, tensors = Gates(), [torch.ones(2), torch.ones(3)]
+    gates.mark_failed(tensors, failure())
+    for tensor in tensors:
+        with pytest.raises(PoisonedError):
+            gates.wait_until_usable([tensor], [])

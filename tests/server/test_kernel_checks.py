@@ -23,6 +23,7 @@ COMPOSITES = {
     "thnn_conv2d",
     "fused_moving_avg_obs_fake_quant",
     "scaled_dot_product_attention",
+    "_weight_norm",
     "_scaled_dot_product_attention_math",
 }
 """PyTorch divides them before anybody sees them."""
@@ -98,6 +99,7 @@ def ask_as_layers_do() -> None:
 
 def ask_directly() -> None:
     aten = torch.ops.aten
+    aten.range.step(0, 5, 2)
     aten._fused_sdp_choice(torch.rand(1, 4, 3, 8), torch.rand(1, 2, 3, 8), torch.rand(1, 2, 3, 8), enable_gqa=True)
     for dtype in (torch.float32, torch.complex64):
         aten._compute_linear_combination(torch.rand(3, 2, 2, dtype=dtype), torch.rand(4, 3, dtype=dtype))
@@ -246,6 +248,8 @@ MARGINS = {
         ("grid_sampler_2d", {"interpolation_mode": 0, "padding_mode": 0}, {"padding_mode": 64}),
         ("_weight_norm_interface", {"v": FLOATS(2, 3, 4), "g": FLOATS(2), "dim": 0}, {"dim": 1}),
         ("_weight_norm_interface", {"v": FLOATS(2, 3), "g": FLOATS(2), "dim": 0}, {"g": FLOATS(2, 3)}),
+        ("_weight_norm", {"v": FLOATS(2, 3), "g": FLOATS(2), "dim": 0}, {"g": FLOATS(0)}),
+        ("_weight_norm", {"v": FLOATS(2, 3, 4), "g": FLOATS(1, 3, 1), "dim": 1}, {"dim": 2}),
         ("_weight_norm_interface_backward", NORMS, dict.fromkeys(("grad_w", "saved_v"), FLOATS(0, 3)) | EMPTY_NORMS),
         ("_logcumsumexp", {"self": SIX, "out": SIX}, {"out": SIX.bool()}),
         ("_compute_linear_combination", {"input": FLOATS(3, 2), "coefficients": FLOATS(4, 3)}, {"input": FLOATS(2, 2)}),
@@ -255,6 +259,9 @@ MARGINS = {
             {"input": FLOATS(3, 2).byte()},
         ),
         ("random_", {"self": SIX, "from": (1 << 63) - 2}, {"from": (1 << 63) - 1}),
+        ("arange", {"start": 0, "end": (1 << 63) - 2, "step": 0}, {"step": -1}),
+        ("arange", {"start": 9e300, "end": -9e300, "step": -1e300}, {"dtype": torch.int64}),
+        ("range", {"start": 0.0, "end": 5, "out": LABELS}, {"start": -float(1 << 63)}),
         ("embedding_dense_backward", {"indices": LABELS, "num_weights": 3}, {"num_weights": 0}),
         ("_cholesky_solve_helper", {"self": FLOATS(3, 2), "A": FLOATS(3, 3)}, {"A": FLOATS(3, 2)}),
         ("_cholesky_solve_helper", {"self": FLOATS(2, 3, 2), "A": FLOATS(2, 3, 3)}, {"A": FLOATS(3, 3)}),

@@ -56,6 +56,7 @@ def test_a_tensor_grows_into_the_look_that_a_failed_resize_should_have_given() -
     assert value.shape == (2, 4)
     assert value[0].tolist() == [0, 1, 2, 3]
     assert value.untyped_storage().nbytes() == 32
+    assert value[1].tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -66,14 +67,6 @@ def test_another_look_is_refused(description: Description, allowed: bool) -> Non
     value = torch.arange(4.0)
     assert not layouts.restore_look(value, description, allowed=allowed)
     assert value.shape == (4,)
-
-
-def test_a_tensor_beyond_its_memory_is_emptied() -> None:
-    value = torch.ones(8)
-    assert not layouts.empty_if_without_memory(value)
-    value.untyped_storage().resize_(4)
-    assert layouts.empty_if_without_memory(value)
-    assert value.shape == (0,)
 
 
 def test_a_tensor_is_packed_without_gaps_and_lazy_bits() -> None:

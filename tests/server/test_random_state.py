@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Chunk, Message, Reply, Sequence
 from skyproxy.settings import SETTINGS
@@ -149,3 +151,34 @@ def test_who_waits_for_an_upload_keeps_nobody_from_drawing(sessions: tuple[Sessi
     assert (
         waiting.executor.state.values.slots[3].tolist() == other.executor.state.values.slots[1].tolist() == local(5, 3)
     )
+
+
+@pytest.mark.parametrize(
+    ("left", "place", "is_possible"),
+    [(624, 0, True), (1, 0, True), (1, 624, True), (300, 325, True), (300, 326, False), (624, 624, False)],
+)
+def test_no_state_draws_from_the_memory_behind_a_generator(
+    sessions: tuple[Session, Session], left: int, place: int, is_possible: bool
+) -> None:
+    session, _ = sessions
+    session.do("new_generator", 9, CPU)
+    state = struct.pack("=QiiQ", 5, left, 1, place) + session.call("random_state", CPU)[24:]
+    session.do("set_random_state", CPU, state)
+    session.do("set_generator_state", 9, state)
+    assert (session.call("random_state", CPU) == state) is is_possible
+    assert (session.call("generator_state", 9) == state) is is_possible
+
+
+@pytest.mark.parametrize("state", [b"", bytes(24), bytes(1 << 16)])
+def test_a_state_of_another_size_is_an_error_of_its_own(sessions: tuple[Session, Session], state: bytes) -> None:
+    session, _ = sessions
+    before = session.call("random_state", CPU)
+    session.do("set_random_state", CPU, state)
+    assert session.call("random_state", CPU) == before
+
+
+@pytest.mark.parametrize("state", [1 << 40, [1, 2], "text"])
+def test_a_state_that_is_no_bytes_takes_no_memory(sessions: tuple[Session, Session], state: object) -> None:
+    session, _ = sessions
+    with pytest.raises(ProtocolError, match="is bytes, not"):
+        session.do("set_random_state", CPU, state)
