@@ -7,7 +7,6 @@ log the bodies of answers, in which Secrets are.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -16,6 +15,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from skyproxy.kubernetes.answers import parse
 from skyproxy.kubernetes.versions import check_version
 from skyproxy_operator.causes import Cause
 from skyproxy_operator.metrics import METRICS
@@ -91,7 +91,7 @@ def path_of(api_version: str, kind: str, namespace: str | None, name: str | None
 def refusal(what: str, status: int, text: bytes) -> ApiError:
     """The error that an answer of the server with such a status is."""
     try:
-        answer: Any = json.loads(text)
+        answer: Any = parse(text)
     except ValueError:
         answer = {"message": text[:500].decode("utf-8", "replace")}
     answer = answer if isinstance(answer, dict) else {}
@@ -176,7 +176,7 @@ class ClusterConnection:
             raise ApiError(what, 0, "Unreachable", f"the API server cannot be reached: {exc}") from exc
         METRICS.requests.labels(method=method, status=str(response.status)).inc()
         try:
-            answer: Object = json.loads(text)
+            answer: Object = parse(text)
         except ValueError:
             answer = {"message": text[:500].decode("utf-8", "replace")}
         if not 200 <= response.status <= 299:
@@ -296,7 +296,7 @@ class ClusterConnection:
                 async for piece in response.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
-                        yield json.loads(line)
+                        yield parse(line)
             finally:
                 response.close()
         except TimeoutError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import NotRequired, TypedDict, TypeVar
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.kubernetes.accelerators import is_accelerator, is_device
 from skyproxy.units import limit_seconds, quantity
 from skyproxy_operator.device_claims import ClaimItem, DeviceClaim, claim_problems
 from skyproxy_operator.names import claim_name
@@ -23,13 +24,6 @@ from skyproxy_operator.topology import Topology
 _T = TypeVar("_T")
 
 MAX_NAME = 50
-# What device plugins and drivers call what computes: whole devices (nvidia.com/gpu), slices (nvidia.com/mig-1g.5gb),
-# shares (nvidia.com/gpu.shared), and those of other makers. Network cards and the like are not among them.
-_ACCELERATOR = re.compile(
-    r"nvidia\.com/(gpu|mig-).*|amd\.com/(gpu|cpx|spx|dpx|qpx|xcp).*|gpu\.intel\.com/(i915|xe).*"
-    r"|habana\.ai/gaudi.*|google\.com/tpu.*|cloud-tpus\.google\.com/.*|aws\.amazon\.com/neuron.*"
-    r"|qualcomm\.com/qaic.*|tenstorrent\.com/.*|huawei\.com/Ascend.*|[^/]+/(gpu|npu|tpu)([.-].*)?"
-)
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _RESERVED_VARIABLES = ("COMPUTE_POOL", "SKYPROXY_TOKEN")
 _RESERVED_PATHS = ("/dev/shm", "/tmp", "/var/run/skyproxy")
@@ -243,11 +237,7 @@ class ComputeSpec:
     @property
     def accelerators(self) -> dict[str, int]:
         """The number of each kind of accelerator that a node has: whole ones, slices, shares; of whatever make."""
-        return {
-            name: int(value)
-            for name, value in self.resources.items()
-            if _ACCELERATOR.fullmatch(name) and int(value) > 0
-        }
+        return {name: int(value) for name, value in self.resources.items() if is_accelerator(name) and int(value) > 0}
 
     @property
     def keeps_sessions(self) -> bool:
@@ -319,8 +309,7 @@ def _resource_problems(resources: Mapping[str, object]) -> Iterator[str]:
         where = f"spec.resources[{name}]"
         bad = list(_problem(where, quantity, value))
         yield from bad
-        # Such names with a slash are devices, and the system's own ones (hugepages aside) have none.
-        if not bad and "/" in name and not re.fullmatch(r"[0-9]+", str(value)):
+        if not bad and is_device(name) and not re.fullmatch(r"[0-9]+", str(value)):
             yield f"{where}: {value!r} is not whole, and devices come in whole numbers"
 
 

@@ -254,6 +254,8 @@ class Controller:
             build_pod(made.compute, spec, 0, 0, self._options)
         except ValueError as exc:
             plan = refuse(observed, str(exc))
+        except RecursionError:
+            plan = refuse(observed, "spec: something in it is nested too deeply")
         else:
             await self._note_runtime(compute, made)
             observed = replace(observed, compute=made.compute)

@@ -27,6 +27,7 @@ from skyproxy.cli.jobs import tell_of_jobs
 from skyproxy.cli.output import note, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files
 from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.kubernetes.accelerators import WHOLE_GPU
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.resources import claim_rows
 from skyproxy.providers.ssh import name_of
@@ -34,7 +35,6 @@ from skyproxy.providers.ssh_connection import SshTarget, is_host
 from skyproxy.units import duration_seconds, limit_seconds
 
 PROVIDER_VARIABLE = "SKYPROXY_PROVIDER"
-_GPU = "nvidia.com/gpu"
 _SNAPSHOTS = "20Gi"
 _POSSIBLE = {
     ProviderName.LOCAL: ("suspend_after",),
@@ -167,7 +167,6 @@ def up(
     else:
         manifest_options: dict[str, object] = {
             "image": image,
-            "resources": _resources(gpus, gpu_type, cpu, memory),
             "nodes": nodes,
             "queue": queue,
             "runtime": runtime,
@@ -181,8 +180,9 @@ def up(
             "snapshots": {"storage": snapshots or _SNAPSHOTS} if snapshots or suspend_seconds else None,
         }
         seconds = duration_seconds(timeout, "--timeout") if wait else None
+        wanted = _resources(gpus, gpu_type, cpu, memory)
         try:
-            fleet = asyncio.run(_bring_up_in_cluster(name, address, gpu_type, manifest_options, seconds))
+            fleet = asyncio.run(_bring_up_in_cluster(name, address, gpu_type, wanted, manifest_options, seconds))
         except (KeyboardInterrupt, WorkerStartError):
             note(f"{name} is still being started, and may become ready later. To give up: skyproxy down {name}")
             raise
@@ -403,7 +403,12 @@ async def _bring_up_container(name: str, options: dict[str, Any], asked: dict[st
 
 
 async def _bring_up_in_cluster(
-    name: str, address: ClusterAddress, gpu_type: str | None, options: dict[str, Any], timeout_seconds: float | None
+    name: str,
+    address: ClusterAddress,
+    gpu_type: str | None,
+    resources: dict[str, str],
+    options: dict[str, Any],
+    timeout_seconds: float | None,
 ) -> Fleet:
     from skyproxy.kubernetes.client import ClusterClient
     from skyproxy.kubernetes.gpus import placement
@@ -413,9 +418,11 @@ async def _bring_up_in_cluster(
     async with ClusterClient(address) as client:
         with progress(f"Asking for {name} in {client.address}") as say:
             if gpu_type:
-                options["affinity"] = await placement(client, gpu_type)
+                found = await placement(client, gpu_type)
+                options["affinity"] = found.affinity
+                resources[found.resource] = resources.pop(WHOLE_GPU)
             # An `up` wakes what was suspended, has expired or failed.
-            manifest = compute_manifest(name, namespace=client.namespace, suspend=False, **options)
+            manifest = compute_manifest(name, namespace=client.namespace, resources=resources, suspend=False, **options)
             woken_from = await apply_and_wake(client, manifest)
             if timeout_seconds is not None:
                 await wait_until_ready(
@@ -440,5 +447,5 @@ def _resources(gpus: int | None, gpu_type: str | None, cpu: str | None, memory: 
     count = gpus if gpus is not None else 1 if gpu_type else 0
     if gpu_type and not count:
         raise ConfigurationError("--gpu-type was given with --gpus 0. Leave one of them out.")
-    wanted = {"cpu": cpu, "memory": memory, _GPU: str(count) if count else None}
+    wanted = {"cpu": cpu, "memory": memory, WHOLE_GPU: str(count) if count else None}
     return {key: value for key, value in wanted.items() if value}

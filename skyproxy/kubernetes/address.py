@@ -11,6 +11,8 @@ from typing import Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.extras import install_command
+from skyproxy.kubernetes.credential_plugin import make_credentials
+from skyproxy.kubernetes.kubeconfig import Kubeconfig, is_there, read, split
 
 _LIBRARY = "kubernetes_asyncio"
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -67,7 +69,7 @@ class ClusterAddress:
             ConfigurationError: the kubeconfig that somebody named is not there, cannot be read, or does not have that
                 context.
         """
-        # The library is imported where there is a cluster: that takes longer than all else that `skyproxy list` does.
+        # The library is imported where a cluster is asked: that takes longer than all else that `skyproxy list` does.
         if importlib.util.find_spec(_LIBRARY) is None:
             raise _make_library_error()
         file = self._kubeconfig_file()
@@ -77,23 +79,14 @@ class ClusterAddress:
             own = _SERVICE_ACCOUNT / "namespace"
             namespace = self.namespace or (own.read_text(encoding="ascii").strip() if own.exists() else "default")
             return ClusterAddress(namespace)
-        self._check_files(file)
-        kubernetes = load_library()
-        try:
-            contexts, current = kubernetes.config.list_kube_config_contexts(config_file=file)
-            rows = {row["name"]: row for row in contexts}
-            name = self.context or (current["name"] if current else None)
-        except Exception as error:
-            raise ConfigurationError(
-                f"the kubeconfig {file} cannot be used: {error}. See: kubectl config view --kubeconfig {file}"
-            ) from error
-        if name is None or name not in rows:
-            known = ", ".join(sorted(rows)) or "none"
+        config = self._read(file)
+        name = self.context or config.current
+        if name not in config.contexts:
+            known = ", ".join(sorted(config.contexts)) or "none"
             lacking = f"context {name!r}" if name else "current context"
             raise ConfigurationError(f"the kubeconfig {file} has no {lacking}. It has: {known}. Name one: --context")
-        namespace = self.namespace or rows[name]["context"].get("namespace") or "default"
-        path = os.pathsep.join(str(Path(item).expanduser().absolute()) for item in file.split(os.pathsep) if item)
-        return ClusterAddress(namespace, name, path)
+        namespace = self.namespace or str(config.contexts[name].get("namespace") or "default")
+        return ClusterAddress(namespace, name, os.pathsep.join(map(str, config.files)))
 
     async def configuration(self) -> Any:
         """The library's configuration for a resolved address.
@@ -107,43 +100,41 @@ class ClusterAddress:
             if self.kubeconfig is None:
                 kubernetes.config.load_incluster_config(client_configuration=configuration)
             else:
-                await kubernetes.config.load_kube_config(
-                    config_file=self.kubeconfig,
-                    context=self.context,
-                    client_configuration=configuration,
-                    persist_config=False,
-                )
+                await self._load_user(kubernetes.config.kube_config, configuration)
         except Exception as error:
             where = f"context {self.context!r} of {self.kubeconfig}" if self.kubeconfig else "the Pod's service account"
             raise ConfigurationError(f"the credentials of {where} cannot be used: {error}") from error
         return configuration
 
-    def _check_files(self, named: str) -> None:
-        """Say of a kubeconfig what the library does not: that it is not there, or names no context to use.
+    async def _load_user(self, library: Any, configuration: Any) -> None:
+        """Fill in the context's cluster and user; a credential plugin is run by us, who end it when it hangs."""
+        merged = library.KubeConfigMerger(self.kubeconfig).config
+        name = merged["contexts"].get_with_name(self.context)["context"].safe_get("user")
+        user = merged["users"].get_with_name(name, safe=True) if name else None
+        row = user.value.get("user") if user is not None else None
+        if isinstance(row, dict) and isinstance(row.get("exec"), Mapping):
+            row |= await make_credentials(row.pop("exec"))
+        loader = library.KubeConfigLoader(config_dict=merged, active_context=self.context)
+        await loader.load_and_set(configuration)
+
+    def _read(self, named: str) -> Kubeconfig:
+        """Read the kubeconfig, and say so where it is not there or names no context to use.
 
         Of several files, as KUBECONFIG may have them, kubectl leaves out those that are not there.
         """
         said = "--kubeconfig" if self.kubeconfig else "KUBECONFIG" if os.environ.get("KUBECONFIG") else ""
-        files = [Path(item).expanduser() for item in named.split(os.pathsep) if item]
-        found = [file for file in files if file.exists()]
-        if not found:
+        if not any(map(is_there, split(named))):
             raise ConfigurationError(
                 f"the kubeconfig {named}, which {said or 'HOME'} names, cannot be used: there is no such file. Correct "
                 "the path, or leave it out; for a worker on this machine: skyproxy up NAME --provider local"
             )
-        if said or self.context:
-            return
+        config = read(named)
         # Tools that made a cluster and took it away again leave a file behind in which nothing is current.
-        import yaml
-
-        try:
-            content = yaml.safe_load(found[0].read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigurationError(f"the kubeconfig {found[0]} cannot be read: {error}") from error
-        if content is None or (isinstance(content, Mapping) and not content.get("current-context")):
+        if not (said or self.context or config.current):
             raise NoClusterError(
-                f"no Kubernetes cluster is configured: {found[0]} has no current context. {_HOW_TO_NAME_ONE}"
+                f"no Kubernetes cluster is configured: {named} has no current context. {_HOW_TO_NAME_ONE}"
             )
+        return config
 
     def _kubeconfig_file(self) -> str | None:
         if self.kubeconfig:
@@ -151,7 +142,7 @@ class ClusterAddress:
         if named := os.environ.get("KUBECONFIG"):
             return named
         usual = Path.home() / ".kube" / "config"
-        return str(usual) if usual.exists() else None
+        return str(usual) if is_there(usual) else None
 
     def __str__(self) -> str:
         where = f"namespace {self.namespace}" if self.namespace else "the default namespace"

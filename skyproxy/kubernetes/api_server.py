@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from skyproxy.errors import ClusterError
 from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.kubernetes.answers import parse
 from skyproxy.settings import SETTINGS
 
 GROUP = "skyproxy.dev"
@@ -80,13 +81,14 @@ class ApiServer:
         response = await self._send(method, path, query, body, content_type, SETTINGS.cluster_timeout_seconds)
         async with response:
             try:
-                text = await response.text()
+                text = await response.read()
             except (OSError, TimeoutError, self._client_error) as error:
                 raise self._unreachable(error) from error
         try:
-            answer: Manifest = json.loads(text)
+            answer: Manifest = parse(text)
         except ValueError as error:
-            raise refused(response.status, path, {"message": text[:500]}, self.address) from error
+            said = text[:500].decode(errors="replace")
+            raise refused(response.status, path, {"message": said}, self.address) from error
         return answer
 
     async def stream(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from skyproxy.errors import ClusterError
+from skyproxy.kubernetes.answers import parse
 from skyproxy.kubernetes.api_server import GROUP, ApiServer, Manifest, refused
 from skyproxy.kubernetes.objects import EventObject, PodObject
 
@@ -163,7 +163,7 @@ class ClusterClient(ApiServer):
                 query = [*base, ("watch", "true"), ("resourceVersion", version), ("allowWatchBookmarks", "true")]
                 query += [("timeoutSeconds", str(_WATCH_SECONDS))]
                 async for line in self.stream(path, query=query, silence_seconds=_WATCH_SECONDS + 15):
-                    event = json.loads(line) if line.strip() else None
+                    event = parse(line) if line.strip() else None
                     if event is None:
                         continue
                     item = event["object"]

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from skyproxy.errors import ClusterError, ConfigurationError
+from skyproxy.kubernetes.accelerators import WHOLE_GPU, is_accelerator
 from skyproxy.kubernetes.client import ClusterClient
 from skyproxy.kubernetes.objects import NodeObject, PodContainer, PodObject
+from skyproxy.units import quantity
 
 _PRODUCT_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "gpu.intel.com/product")
 _MEMORY_LABEL = "nvidia.com/gpu.memory"
-_MIG_PREFIX = "nvidia.com/mig-"
 _ENDED = ("Succeeded", "Failed")
 
 
@@ -51,7 +52,7 @@ def inventory(nodes: Iterable[NodeObject], pods: Sequence[PodObject]) -> list[No
         ready = any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"].get("conditions", ()))
         own = [p for p in pods if p["spec"].get("nodeName") == name and p.get("status", {}).get("phase") not in _ENDED]
         for resource, amount in sorted(node["status"].get("allocatable", {}).items()):
-            if not _is_gpu(resource):
+            if not is_accelerator(resource):
                 continue
             product = next((labels[key] for key in _PRODUCT_LABELS if key in labels), "")
             memory = labels.get(_MEMORY_LABEL)
@@ -61,7 +62,7 @@ def inventory(nodes: Iterable[NodeObject], pods: Sequence[PodObject]) -> list[No
                     resource=resource,
                     product=product,
                     memory_mib=int(memory) if memory and memory.isdigit() else None,
-                    total=int(amount),
+                    total=_count(amount),
                     used=sum(_count_requested(pod, resource) for pod in own),
                     schedulable=ready and not node["spec"].get("unschedulable", False),
                 )
@@ -85,8 +86,21 @@ async def cluster_gpus(client: ClusterClient) -> list[NodeGpus]:
     return inventory(nodes, pods)
 
 
-async def placement(client: ClusterClient, gpu_type: str) -> dict[str, object]:
-    """The affinity that places a Pod on GPUs of a kind.
+@dataclass(frozen=True)
+class WantedGpus:
+    """GPUs of a kind, as a Pod asks for them.
+
+    Attributes:
+        resource: by which a Pod asks for them.
+        affinity: of the Pod.
+    """
+
+    resource: str
+    affinity: dict[str, object]
+
+
+async def placement(client: ClusterClient, gpu_type: str) -> WantedGpus:
+    """GPUs of a kind, and the place where they are.
 
     Args:
         client: for the cluster.
@@ -101,15 +115,15 @@ async def placement(client: ClusterClient, gpu_type: str) -> dict[str, object]:
         if error.status != 403:
             raise
         # We may not look, so the text must be the label's own.
-        return affinity(_PRODUCT_LABELS[0], [gpu_type])
-    return affinity(*matching_products(rows, gpu_type))
+        return WantedGpus(WHOLE_GPU, affinity(_PRODUCT_LABELS[0], [gpu_type]))
+    return matching_placement(rows, gpu_type)
 
 
-def matching_products(rows: Sequence[NodeGpus], gpu_type: str) -> tuple[str, list[str]]:
-    """The label and the products that a short name stands for.
+def matching_placement(rows: Sequence[NodeGpus], gpu_type: str) -> WantedGpus:
+    """The place that a short name stands for.
 
     Raises:
-        ConfigurationError: none.
+        ConfigurationError: there is none.
     """
     wanted = _fold(gpu_type)
     products = sorted({row.product for row in rows if row.product})
@@ -119,9 +133,12 @@ def matching_products(rows: Sequence[NodeGpus], gpu_type: str) -> tuple[str, lis
     if not found:
         has = ", ".join(products) or "none that is labelled"
         raise ConfigurationError(f"no node of the cluster has GPUs of the type {gpu_type!r}. It has: {has}.")
-    resource = next(row.resource for row in rows if row.product in found)
-    label = next((key for key in _PRODUCT_LABELS if key.split("/")[0] == resource.split("/")[0]), _PRODUCT_LABELS[0])
-    return label, found
+    row = next(row for row in rows if row.product in found)
+    maker = row.resource.split("/")[0]
+    label = next((key for key in _PRODUCT_LABELS if key.split("/")[0] == maker), _PRODUCT_LABELS[0])
+    # Of NVIDIA's, a whole one: a node that is cut has slices beside it.
+    resource = WHOLE_GPU if maker == WHOLE_GPU.split("/")[0] else row.resource
+    return WantedGpus(resource, affinity(label, found))
 
 
 def affinity(label: str, products: Sequence[str]) -> dict[str, object]:
@@ -134,12 +151,13 @@ def _fold(text: str) -> str:
     return text.casefold().replace(" ", "-").replace("_", "-")
 
 
-def _is_gpu(resource: str) -> bool:
-    return resource.endswith("/gpu") or resource.startswith(_MIG_PREFIX) or "/gpu." in resource
-
-
 def _count_requested(pod: PodObject, resource: str) -> int:
     def of(containers: Iterable[PodContainer]) -> list[int]:
-        return [int(c.get("resources", {}).get("requests", {}).get(resource, 0)) for c in containers]
+        return [_count((c.get("resources", {}).get("requests") or {}).get(resource, 0)) for c in containers]
 
     return max(sum(of(pod["spec"].get("containers", ()))), *of(pod["spec"].get("initContainers", ())), 0)
+
+
+def _count(amount: object) -> int:
+    """Return the number of devices in a quantity: a thousand shares of a GPU are written `1k`."""
+    return int(quantity(amount))

@@ -9,6 +9,7 @@ from typing import Any
 
 from skyproxy.contexts import checked_name
 from skyproxy.errors import ConfigurationError
+from skyproxy.kubernetes.accelerators import is_device
 from skyproxy.kubernetes.api_server import GROUP, Manifest
 from skyproxy.kubernetes.client import VERSION
 from skyproxy.units import duration_text, quantity
@@ -47,7 +48,6 @@ _SPEC_FIELDS = frozenset(
 )
 """Fields of the spec that go to the cluster as they are given."""
 _VOLUME_FIELDS = ("storageClassName", "accessMode", "reclaimPolicy")
-_WHOLE_DEVICES = ("nvidia.com/", "amd.com/", "gpu.intel.com/", "habana.ai/", "google.com/tpu")
 
 
 def compute_manifest(
@@ -157,7 +157,7 @@ def _limit_text(seconds: float) -> str:
 def _quantity(name: str, value: object) -> str:
     text = str(value).strip()
     quantity(text, f"resources: {name}")
-    if name.startswith(_WHOLE_DEVICES) and not text.isdigit():
+    if is_device(name) and not text.isdigit():
         raise ConfigurationError(f"resources: {name}={text!r}: devices come in whole numbers.")
     return text
 

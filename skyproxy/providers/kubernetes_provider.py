@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from skyproxy.errors import ClusterError, ConfigurationError, WorkerStartError
+from skyproxy.kubernetes.accelerators import WHOLE_GPU
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.api_server import Manifest
 from skyproxy.kubernetes.client import ClusterClient
@@ -29,7 +30,6 @@ logger = logging.getLogger("skyproxy.providers")
 
 _DELETE_SECONDS = 60.0
 _LOG_LINES = 200
-_GPU = "nvidia.com/gpu"
 _CONTAINER = "worker"
 """The operator's name for the container of a worker."""
 
@@ -113,9 +113,11 @@ class Kubernetes:
         more = {**self._spec, **spec.options}
         resources = dict(spec.resources)
         if spec.accelerator is not None:
-            resources.setdefault(_GPU, str(spec.accelerator.count))
+            resource = WHOLE_GPU
             if "affinity" not in more:
-                more["affinity"] = await placement(client, spec.accelerator.name)
+                found = await placement(client, spec.accelerator.name)
+                resource, more["affinity"] = found.resource, found.affinity
+            resources.setdefault(resource, str(spec.accelerator.count))
         image, image_env = _container_image(spec.image)
         if isinstance(spec.image, Image) and (spec.image.pip or spec.image.requirements):
             more["podTemplate"] = with_packages(more.get("podTemplate"), spec.image)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import uuid
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
+from skyproxy.kubernetes.answers import parse
 from skyproxy_operator.compute_spec import problems
 from tests.e2e.cel.server import DEFINITIONS, Server, build, is_cached
 from tests.e2e.cluster import ApiError, Object, condition
@@ -215,3 +217,21 @@ def test_whatever_the_schema_lets_through_is_judged_alike_by_server_and_operator
 ) -> None:
     value = with_defaults(SCHEMA, compute(**spec))
     assert bool(refusal(server, compute(**spec))) == bool(list(problems("dev", value["spec"])))
+
+
+def test_a_compute_that_no_parser_takes_is_stored_and_its_neighbour_is_read(server: Server) -> None:
+    """Anybody who may make a Compute could otherwise keep the operator from seeing those of all others."""
+    deep = json.dumps(compute("too-deep", podTemplate={"spec": "HERE"})).replace(
+        '"HERE"', '{"a":' * 9000 + "1" + "}" * 9000
+    )
+    server.request_text("POST", collection("default"), deep)
+    try:
+        create(server, compute("neighbour"))
+        text = server.request_text("GET", collection("default"))
+        with pytest.raises(RecursionError):
+            json.loads(text)
+        found = {item["metadata"]["name"]: item["spec"] for item in parse(text)["items"]}
+        assert found["neighbour"] == create(server, compute("another"), dryRun="All")["spec"]
+        assert any("podTemplate.spec.a: there is no such field" in line for line in problems("x", found["too-deep"]))
+    finally:
+        server.request_text("DELETE", path_of("default", "too-deep"))

@@ -275,6 +275,7 @@ def test_a_port_that_nobody_serves_ends_the_tunnel(cluster: Cluster, namespace: 
     assert all(b"refused" in text for text in told[2:])
 
 
+@pytest.mark.timeout(240)
 def test_an_image_that_is_missing_is_reported_as_such(cluster: Cluster, namespace: str) -> None:
     path = run_pod(cluster, namespace, "imageless", "true", image="registry.invalid/worker:1")
     waiting = cluster.wait(
@@ -286,7 +287,8 @@ def test_an_image_that_is_missing_is_reported_as_such(cluster: Cluster, namespac
     )
     assert "registry.invalid/worker:1" in waiting["message"]
     cluster.delete(path)
-    cluster.wait(path, lambda found: found is None, "the pod is gone")
+    # A kubelet notices once its try to pull has ended, which takes as long as names take that nobody knows.
+    cluster.wait(path, lambda found: found is None, "the pod is gone", 150)
 
 
 def test_a_failing_container_is_restarted_with_its_last_words(cluster: Cluster, namespace: str) -> None:

@@ -120,6 +120,18 @@ def test_a_refusal_says_what_the_server_said(server: Any, kubeconfig: Path, answ
         use(kubeconfig, lambda client: client.request("GET", "/api/v1/nodes"))
 
 
+def test_one_object_that_is_too_deep_hides_no_other(server: Any, kubeconfig: Path) -> None:
+    deep = json.dumps(compute("deep")).replace('"spec": {}', '"spec": ' + '{"a": ' * 9000 + "1" + "}" * 9000)
+    text = f'{{"metadata": {{"resourceVersion": "1"}}, "items": [{deep}, {json.dumps(compute("fine"))}]}}'
+
+    async def handler(request: Any) -> Any:
+        return web.Response(text=text, content_type="application/json")
+
+    server.handler = handler
+    found = use(kubeconfig, lambda client: client.list_computes())
+    assert [item["metadata"]["name"] for item in found] == ["deep", "fine"]
+
+
 def test_a_server_that_is_away_is_named(kubeconfig: Path, server: Any) -> None:
     server.close()
     with pytest.raises(ClusterError, match=f"{server.url} cannot be asked") as caught:

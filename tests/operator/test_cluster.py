@@ -214,6 +214,24 @@ def test_listed_objects_know_their_kind(tmp_path: Path, monkeypatch: pytest.Monk
     run(scenario, tmp_path, monkeypatch)
 
 
+def test_one_object_that_is_too_deep_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = '{"metadata": {"name": "deep"}, "spec": {"podTemplate": ' + '{"a": ' * 9000 + "1" + "}" * 9000 + "}}"
+    fine = '{"metadata": {"name": "fine"}, "spec": {}}'
+    path = "/apis/skyproxy.dev/v1alpha1/computes"
+
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
+        server.answers["GET", path] = (200, f'{{"items": [{deep}, {fine}], "metadata": {{"resourceVersion": "7"}}}}')
+        items, version = await cluster.list_version("skyproxy.dev/v1alpha1", "Compute", None, {})
+        assert [item["metadata"]["name"] for item in items] == ["deep", "fine"]
+        assert version == 7
+        lines = [f'{{"type": "ADDED", "object": {text}}}\n'.encode() for text in (deep, fine)]
+        server.streams[path] = streaming(*lines)
+        events = cluster.watch("skyproxy.dev/v1alpha1", "Compute", None, {}, silence_seconds=30, opened=lambda: None)
+        assert [event["object"]["metadata"]["name"] async for event in events] == ["deep", "fine"]
+
+    run(scenario, tmp_path, monkeypatch)
+
+
 def streaming(
     *pieces: bytes, cut: bool = False, rest: asyncio.Event | None = None
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

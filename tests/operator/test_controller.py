@@ -203,6 +203,29 @@ def test_a_template_that_does_not_fit_is_told() -> None:
     assert "has no name" in world.status["conditions"][1]["message"]
 
 
+def test_a_spec_that_is_too_deep_to_be_looked_at_is_told() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"nodeAffinity": deep}
+    world = World()
+    whole = world.cluster.compute
+
+    def compute(namespace: str, name: str) -> Any:
+        found = whole(namespace, name)
+        assert found is not None
+        return {**found, "spec": {**found["spec"], "affinity": deep}}
+
+    async def scenario(world: World) -> None:
+        # Not in the cluster in memory, which copies everything.
+        world.cluster.compute = compute  # type: ignore[method-assign]
+        await world.look()
+
+    run(scenario, world)
+    ready = world.status["conditions"][1]
+    assert (ready["reason"], ready["message"]) == ("InvalidSpec", "spec: something in it is nested too deeply")
+    assert world.names("Pod") == []
+
+
 def test_nothing_is_made_again_in_a_namespace_that_is_being_deleted(caplog: pytest.LogCaptureFixture) -> None:
     world = World(**EVERYTHING)
     message = "unable to create new content in namespace lab because it is being terminated"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.kubernetes.gpus import WantedGpus
 from skyproxy.providers import Accelerator, Image, Kubernetes, PipIndex, Volume, WorkerSpec
 from skyproxy.providers import kubernetes_provider as module
 
@@ -51,12 +52,15 @@ def test_everything_that_is_asked_for_is_passed_on() -> None:
 
 def test_an_accelerator_is_a_resource_and_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     async def placement(_client: Any, kind: str) -> Any:
-        return {"for": kind}
+        return WantedGpus("amd.com/gpu", {"for": kind})
 
     monkeypatch.setattr(module, "placement", placement)
-    spec = manifest(WorkerSpec("w", accelerator=Accelerator("A100", 8)))["spec"]
-    assert spec["resources"] == {"nvidia.com/gpu": "8"}
-    assert spec["affinity"] == {"for": "A100"}
+    spec = manifest(WorkerSpec("w", accelerator=Accelerator("MI300X", 8)))["spec"]
+    assert spec["resources"] == {"amd.com/gpu": "8"}
+    assert spec["affinity"] == {"for": "MI300X"}
+    # Who says themselves where it goes, and of what, is not asked about anything.
+    given = manifest(WorkerSpec("w", accelerator=Accelerator("A100", 8)), affinity={"own": 1})["spec"]
+    assert (given["resources"], given["affinity"]) == ({"nvidia.com/gpu": "8"}, {"own": 1})
 
 
 def test_packages_are_installed_when_the_worker_starts() -> None:

@@ -143,17 +143,26 @@ class Server:
         Raises:
             ApiError: with the status and the server's message.
         """
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        query = f"?{urlencode(params)}" if params else ""
+        answer: Object = json.loads(self.request_text(method, path + query, json.dumps(body), kind))
+        return answer
+
+    def request_text(self, method: str, path: str, body: str = "", kind: str = "application/json") -> bytes:
+        """One request of an administrator, as it is, and its answer.
+
+        Raises:
+            ApiError: with the status and the server's message.
+        """
         connection = http.client.HTTPSConnection(self._address, 6443, timeout=60, context=self._client)
         try:
-            kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-            query = f"?{urlencode(params)}" if params else ""
-            connection.request(method, path + query, json.dumps(body), {"Content-Type": kind})
+            connection.request(method, path, body, {"Content-Type": kind})
             response = connection.getresponse()
-            answer: Object = json.loads(response.read())
+            answer = response.read()
         finally:
             connection.close()
         if response.status >= 400:
-            raise ApiError(response.status, answer["message"])
+            raise ApiError(response.status, json.loads(answer)["message"])
         return answer
 
     def _run(self, name: str, *arguments: str) -> None:
