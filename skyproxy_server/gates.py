@@ -89,6 +89,12 @@ class Gates:
         else:
             self._forget_shrunk(key)
 
+    def note_memory(self, value: torch.Tensor) -> None:
+        """The value comes from another session, which may have made its storage too small for it."""
+        for part in _parts(value):
+            if needed_bytes(part) > part.untyped_storage().nbytes():
+                self.note_resize(part, needed_bytes(part))
+
     def check_size(self, value: object) -> None:
         """Check that storages have room for the tensors that lie in them.
 

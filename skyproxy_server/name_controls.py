@@ -154,6 +154,7 @@ def adopt_named(session: SessionState, key: str, version: int, slots: list[int])
                 # Another session's stream has written it, and the allocator must not give it away while ours reads it.
                 torch.cuda.synchronize(tensor.device)
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            session.values.gates.note_memory(tensor)
             session.values.slots[slot] = tensor
     return True
 

@@ -57,6 +57,9 @@ def save_unused(
                 torch.cuda.synchronize()  # the streams of sessions that are over
             state.names = NamedValueRequests(store, session.owner, _Nobody())
             state.names.held = session
+            for value in session.values.values():
+                for tensor in value.tensors:
+                    state.values.gates.note_memory(tensor)
             saving = SessionSnapshots(root, session.owner, lambda sequence: None, settings)
             state.snapshots = saving
             problems: list[Exception] = []

@@ -1,7 +1,9 @@
-"""Attacks by sizes that a tensor has after an operation failed, with no memory behind them."""
+"""Attacks by sizes that a tensor has with no memory behind them: after a failure, or by way of another session."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,13 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.protocol import commands
+from skyproxy.settings import SETTINGS
 from skyproxy_server.executor import Executor
+from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
+from skyproxy_server.snapshots.requests import SessionSnapshots
+from skyproxy_server.snapshots.unused_names import save_unused
 from tests.security.test_operations import FIRST, Worker
+from tests.server.test_named_sessions import FakeHolder
 
 HUGE = 1 << 50
 """More elements than any machine has memory for."""
@@ -98,3 +105,48 @@ def test_what_a_failed_op_makes_of_its_result_is_not_written_beyond_its_memory(w
     worker.run(ONES, [3], 2, out, [HUGE], 2, 3)
     tell_failures(worker)
     assert sizes_fit(worker.executor)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_no_session_hands_sizes_without_memory_to_the_next_one(is_sparse: bool) -> None:
+    store, (first, second) = NamedSessions(SETTINGS, time.monotonic), (Worker(), Worker())
+    for worker in (first, second):
+        worker.executor.state.names = NamedValueRequests(store, "alice", FakeHolder())
+    for number, definition in enumerate(
+        [
+            ["aten::ones", ["v"], {}, ["n"]],
+            ["aten::_to_sparse", ["t"], {}, ["n"]],
+            ["aten::_values", ["t"], {}, ["n"]],
+        ]
+    ):
+        first.run(commands.DEFINE, FIRST + number, definition)
+    first.run(FIRST, [1000], 1, FIRST + 1, 1, 2, FIRST + 2, 2, 3)
+    kept, memory = (2, 3) if is_sparse else (1, 1)
+    first.run(commands.CALL, 1, "hold_named", ["work", False])
+    first.run(commands.CALL, 2, "put_named", ["key", b"document", [kept]])
+    first.run(commands.DO, "resize_storage", [memory, 0])
+    second.run(commands.CALL, 1, "hold_named", ["work", True])
+    second.run(commands.CALL, 2, "adopt_named", ["key", 1, [5]])
+    second.run(commands.DEFINE, FIRST, ["aten::sum", ["t"], {}, ["n"]], FIRST, 5, 6)
+    assert "was resized to 0 bytes" in second.error(6)
+
+
+def test_a_named_value_without_memory_is_saved_and_comes_back_without(tmp_path: Path) -> None:
+    (first, second), devices = (Worker(), Worker()), [{"type": "cpu", "index": 0, "name": "CPU"}]
+    for worker in (first, second):
+        worker.executor.state.names = NamedValueRequests(NamedSessions(SETTINGS, time.monotonic), "alice", FakeHolder())
+    first.run(commands.DEFINE, FIRST, ["aten::ones", ["v"], {}, ["n"]], FIRST, [1000], 1)
+    first.run(commands.CALL, 1, "hold_named", ["work", False])
+    first.run(commands.CALL, 2, "put_named", ["key", b"document", [1]])
+    first.run(commands.DO, "resize_storage", [1, 0])
+    names = first.executor.state.names
+    assert names is not None
+    assert names.held is not None
+    assert save_unused([names.held], names.store, tmp_path, devices, SETTINGS) == []
+    second.executor.state.snapshots = SessionSnapshots(tmp_path, "alice", lambda number: None, SETTINGS)
+    second.run(commands.CALL, 1, "hold_named", ["work", True])
+    second.run(commands.CALL, 2, "adopt_named", ["key", 1, [5]])
+    second.run(commands.DEFINE, FIRST, ["aten::sum", ["t"], {}, ["n"]], FIRST, 5, 6)
+    assert "was resized to 0 bytes" in second.error(6)
+    second.run(commands.DO, "resize_storage", [5, 4000], FIRST, 5, 7)
+    assert float(second.executor.state.values.slots[7]) == 0  # type: ignore[arg-type]
