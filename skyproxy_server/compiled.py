@@ -66,6 +66,7 @@ class CompiledGraph:
 
     Attributes:
         draws: whether it takes random numbers.
+        writes: whether one of its ops changes a tensor, which may be one that the graph is given.
         ran: how it ran so far: "eager", "inductor", or "" before the first call.
         trouble: why it is not compiled although that was wished for.
     """
@@ -99,7 +100,7 @@ class CompiledGraph:
         self._kind = "cpu" if on_cpu else "cuda"
         if self._mode not in _MODES:
             raise ProtocolError(f"a graph cannot run as {self._mode!r:.40}")
-        self.draws = False
+        self.draws = self.writes = False
         self.ran = ""
         self.trouble = ""
         self._checked: dict[torch.fx.Node, Callable[..., object]] = {}
@@ -185,6 +186,7 @@ class CompiledGraph:
                 raise ProtocolError(f"{name}: {argument.name} cannot be computed")
         numbers.add_op(overload)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in overload.tags
+        self.writes = self.writes or any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
         traced = CPU_OVERRIDES.get(name, overload) if on_cpu else overload
         name = compiled_name(name)
         checked = function_of(name, overload, on_cpu=on_cpu) if is_checked(name, overload) else None
@@ -354,6 +356,8 @@ class CompiledSignature(Signature):
         try:
             self.program = CompiledGraph(len(templates), len(outputs), fields, on_cpu=on_cpu, numbers=scalars)
             self.draws = self.program.draws
+            # Which arguments it changes is what the client says of it; they are not moved while others read them.
+            self.hides_writes = self.program.writes
             self._constants["op"] = self.program
         except UnsupportedOpError as error:
             self._constants["op"] = _raiser_of(error)

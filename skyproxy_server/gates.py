@@ -167,9 +167,10 @@ class Gates:
             PoisonedError: a change of one of them failed and the client has not been told yet, or its bytes never came.
             RuntimeError: the storage of one of them was made too small for it.
         """
-        if self._shrunk and sizes:
+        if self._shrunk:
             reads = list(reads)
-            self.check_size(reads)
+            # A list is of no use to a view, and its parts are read for the text of the error.
+            self.check_size(reads if sizes else [value for value in reads if isinstance(value, list | tuple)])
         written = set(_keys(writes))
         for key in _keys(reads):
             for gate in list(self.closed.get(key, ())):

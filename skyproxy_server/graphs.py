@@ -252,7 +252,7 @@ class Graphs:
             values: the session's values.
             strict: whether the first failure is raised, in place of poisoning what depends on it.
         """
-        ops, gates = self._ops, self._values.gates
+        ops, closed = self._ops, self._values.gates.closed
         scope: dict[int, object] = {0: None, **recording.externals}
         for slot in recording.dynamic:
             scope[slot] = values.get(slot)
@@ -261,13 +261,10 @@ class Graphs:
             while True:
                 step: Step | None = None
                 try:
-                    if gates:
-                        for step in steps:
+                    for step in steps:
+                        if closed:  # looked at before each: a step may make a storage smaller
                             self._wait_for_gates(step, stream)
-                            step.handler(scope, stream, step.position)
-                    else:
-                        for step in steps:
-                            step.handler(scope, stream, step.position)
+                        step.handler(scope, stream, step.position)
                     break
                 except Exception as error:
                     intact = False
@@ -283,7 +280,7 @@ class Graphs:
         return scope
 
     def _wait_for_gates(self, step: Step, stream: list[object]) -> None:
-        if step.signature is not None and self._values.gates:
+        if step.signature is not None:
             self._values.wait_for_gates(step.signature, stream, commands.op_at(stream, step.position))
 
     def _publish(self, values: dict[int, object], made: dict[int, object]) -> None:

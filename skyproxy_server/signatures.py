@@ -116,6 +116,9 @@ class Signature:
     def _schema_argument(self, argument: Any, template: object) -> str:
         """The text that stands for an argument in the call; a constant is held against the schema."""
         written = argument.alias_info is not None and argument.alias_info.is_write
+        is_tensor = str(argument.real_type) in ("Tensor", "Optional[Tensor]")
+        if template in (commands.TENSOR, commands.TENSORS) and not (is_tensor and template == commands.TENSOR):
+            self.views = False  # what stands for a number, or a list of them, is read, if only for the error's text
         before = len(self._constants)
         text = self._argument(template, written, torch_codec.shapes_results(argument.type, self.name))
         if len(self._constants) > before and text in self._constants:
@@ -134,7 +137,8 @@ class Signature:
         self._constants: dict[str, Any] = {"host": _host_scalar, "keep": _keep}
         self._next_operand = 1
         self.watch: OpWatch | None = None
-        self.draws = self.views = self.warns = self.reshapes = self.fills_outs = self.is_forgotten = False
+        self.draws = self.views = self.warns = self.reshapes = self.fills_outs = False
+        self.is_forgotten = self.hides_writes = False
         self._on_cpu = True
 
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:
@@ -225,6 +229,10 @@ class Signature:
     def written_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots whose tensors the op changes in place."""
         return [slot for slot in self._slots(self._writes, stream, position) if slot]
+
+    def changed_slots(self, stream: list[object], position: int) -> list[int]:
+        """The slots whose memory must be in nobody else's use while the op runs."""
+        return (self.input_slots if self.hides_writes else self.written_slots)(stream, position)
 
     def output_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots that the op fills."""

@@ -112,7 +112,7 @@ class Values:
         slots = self.slots
         self.gates.wait_until_usable(
             [slots.get(slot) for slot in signature.input_slots(stream, at)],
-            [slots.get(slot) for slot in signature.written_slots(stream, at)],
+            [slots.get(slot) for slot in signature.changed_slots(stream, at)],
             sizes=not signature.views,
         )
 

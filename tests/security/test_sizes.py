@@ -13,10 +13,11 @@ from skyproxy import torch_codec
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
 from skyproxy_server.executor import Executor
+from skyproxy_server.gates import Gate
 from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
 from skyproxy_server.snapshots.requests import SessionSnapshots
 from skyproxy_server.snapshots.unused_names import save_unused
-from tests.security.test_operations import FIRST, Worker
+from tests.security.test_operations import CPU, FIRST, Worker
 from tests.server.test_named_sessions import FakeHolder
 
 HUGE = 1 << 50
@@ -91,12 +92,39 @@ def test_a_graph_that_hides_what_it_writes_leaves_no_sizes(worker: Worker, write
     assert sizes_fit(worker.executor)
 
 
+@pytest.mark.parametrize(
+    "node", [["aten::resize_", [["node", 0], ["", [5000]]], {}], ["aten::neg_", [["node", 0]], {}]]
+)
+def test_a_graph_that_hides_what_it_writes_waits_for_who_reads_that_memory(worker: Worker, node: list[Any]) -> None:
+    """A transfer reads on a thread of its own: memory that was moved meanwhile would be somebody else's."""
+    graph, seen = OTHER, []
+    fields = {"nodes": [node], "outputs": [1], "writes": []}
+    worker.run(commands.DEFINE, graph, ["sky::compiled", ["t"], fields, ["n"]], ONES, [3], 1)
+    tensor = worker.executor.state.values.slots[1]
+    assert isinstance(tensor, torch.Tensor)
+    leaving = Gate(None, lambda: False, lambda: seen.append(tensor.tolist()), blocks_reads=False)
+    worker.executor.state.values.gates.close(tensor, leaving)
+    worker.run(graph, 1, 2)
+    assert seen == [[1, 1, 1]]
+    assert isinstance(worker.executor.state.values.slots[2], torch.Tensor)
+
+
 def test_memory_that_is_made_small_and_large_again_hides_no_sizes(worker: Worker) -> None:
     worker.run(ONES, [3], 1, ADD, 1, 1, 2)
     worker.run(commands.DO, "resize_storage", [1, 0], GROW, 1, [HUGE], 0, commands.DO, "resize_storage", [2, 12])
     tell_failures(worker)
     worker.run(commands.DO, "resize_storage", [2, 12])
     assert sizes_fit(worker.executor)
+
+
+@pytest.mark.parametrize("replays", [1, 3])
+def test_a_replay_that_makes_a_storage_smaller_reads_nothing_behind_it(worker: Worker, replays: int) -> None:
+    shrinking = [commands.DO, "resize_storage", [1, 0], TAKE, 1, 4, 5]
+    worker.run(ONES, [1000], 1, ADD, 1, 1, 2, PLACES, [1], 900, 4)
+    worker.run(commands.DO, "graph_begin", [], commands.DO, "graph_define", [7, shrinking, [[5, None]], [CPU], {}])
+    for _ in range(replays):
+        worker.run(commands.REPLAY, 7)
+        assert "was resized to 0 bytes" in worker.error(5)
 
 
 def test_what_a_failed_op_makes_of_its_result_is_not_written_beyond_its_memory(worker: Worker) -> None:
