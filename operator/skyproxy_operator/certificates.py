@@ -11,6 +11,7 @@ import ipaddress
 from dataclasses import dataclass, field
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -96,6 +97,17 @@ def is_usable(certificate: str, compute: str, namespace: str, now: datetime.date
     names = extension.value.get_values_for_type(x509.DNSName)
     lasts = parsed.not_valid_after_utc - now >= datetime.timedelta(days=_RENEW_DAYS)
     return lasts and server_name(compute, namespace) in names
+
+
+def is_pair(certificate: str, key: str, authority: str) -> bool:
+    """Return whether a certificate, a key and the first of some authorities (all PEM) belong together."""
+    try:
+        parsed = x509.load_pem_x509_certificate(certificate.encode())
+        private = serialization.load_pem_private_key(key.encode(), None)
+        parsed.verify_directly_issued_by(x509.load_pem_x509_certificate(authority.encode()))
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        return False
+    return bool(private.public_key() == parsed.public_key())
 
 
 def first_certificate(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from skyproxy_operator import children
 from skyproxy_operator.causes import Cause
-from skyproxy_operator.certificates import first_certificate, is_usable, issue
+from skyproxy_operator.certificates import first_certificate, is_pair, is_usable, issue
 from skyproxy_operator.cluster import ApiError, ClusterConnection
 from skyproxy_operator.cluster_view import ClusterView
 from skyproxy_operator.compute_spec import ComputeSpec
@@ -91,6 +91,17 @@ class ChildReconciler:
         """Ask again for everything: the Compute is gone, or what was read is not true any more."""
         self._known.pop(uid, None)
         self._read.pop(uid, None)
+
+    def has_read(self, uid: str) -> bool:
+        """Tell whether a Compute's Secrets were read before: they may have been replaced since."""
+        return any(kind == "Secret" for kind, _ in self._read[uid].found) if uid in self._read else False
+
+    def reread_secrets(self, uid: str) -> None:
+        """Read a Compute's Secrets at the next look."""
+        self.recheck(uid)
+        if uid in self._read:
+            found = self._read[uid].found
+            self._read[uid].found = {place: item for place, item in found.items() if place[0] != "Secret"}
 
     async def reconcile(self, compute: Object, spec: ComputeSpec, now: datetime.datetime) -> ChildStatus:
         """Applies everything that is not as it should be.
@@ -200,6 +211,8 @@ class ChildReconciler:
         metadata = compute["metadata"]
         name, namespace = tls_secret(metadata["name"]), metadata["namespace"]
         issuer = _issuer(compute)
+        # The key is not kept.
+        has_key = ("Secret", name) not in self._read[metadata["uid"]].found
         secret = await self._find_existing(compute, "v1", "Secret", name)
         if secret is not None and _is_other_compute(compute, secret):
             status.blocking = _leftover(f"Secret {name}")
@@ -217,7 +230,10 @@ class ChildReconciler:
             return _decode(secret)
         data = _decode(secret) if secret is not None else {}
         ours = secret is None or _is_owned(compute, secret)
-        if ours and not is_usable(data.get("tls.crt", ""), metadata["name"], namespace, now):
+        fits = is_usable(data.get("tls.crt", ""), metadata["name"], namespace, now)
+        if has_key:
+            fits = fits and is_pair(data.get("tls.crt", ""), data.get("tls.key", ""), data.get("ca.crt", ""))
+        if ours and not fits:
             pair = issue(metadata["name"], namespace, now)
             if data.get("ca.crt"):
                 # Until the kubelet has brought the new certificate to the worker, it shows the one before.

@@ -307,6 +307,7 @@ class Controller:
             return decide(observed, spec, self._options)
         if namespace_is_going(compute):
             return decide(replace(observed, refusals=(namespace_cause(),)), spec, self._options)
+        has_read = self._children.has_read(compute["metadata"]["uid"])
         children = await self._children.reconcile(compute, spec, observed.now)
         refusals = [*([children.blocking] if children.blocking else ()), *children.refusals]
         if children.access is not None:
@@ -320,6 +321,10 @@ class Controller:
         plan = decide(observed, spec, self._options)
         if not plan.create:
             return plan
+        if has_read:
+            # Pods read them as they are now; what is remembered may have been replaced, or deleted.
+            self._children.reread_secrets(compute["metadata"]["uid"])
+            children = await self._children.reconcile(compute, spec, observed.now)
         if children.blocking is not None:
             # A pod without its Secrets would only fail.
             pause = _LEFTOVER_SECONDS if not children.blocking.actionable else plan.look_again_seconds

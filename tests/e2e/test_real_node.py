@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
 import json
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object
+from skyproxy.transport.trust import fingerprint_of
+from skyproxy_operator.certificates import issue
+from tests.e2e.cluster import Cluster, Object, condition
 from tests.e2e.computes import (
     TRIVIAL,
     User,
     make,
+    path_of,
     pods_of,
     wait_nothing_left,
     wait_phase,
     wait_reason,
 )
 from tests.e2e.conftest import is_ready
+from tests.e2e.control_plane.processes import bound
 from tests.e2e.control_plane.real_nodes import NODES, RealNodes
 from tests.e2e.installation import Installation
 
@@ -56,6 +63,14 @@ with sky.Compute(
 CHECK = """
 import torch, skyproxy
 assert torch.ones(3, device="sky").sum().item() == 3.0
+"""
+
+SESSION = """
+import sys, torch, skyproxy
+x = torch.ones(3, device="sky")
+print(x.sum().item(), flush=True)
+sys.stdin.readline()
+print((2 * x).sum().item(), flush=True)
 """
 
 LOOK = r"""
@@ -168,6 +183,39 @@ def test_a_lost_machine_is_named_and_its_worker_made_again_elsewhere(
     finally:
         real_nodes.regain(lost)
         cluster.wait(f"/api/v1/nodes/{lost}", lambda node: node and is_ready(node), "the node is back", 180)
+
+
+def test_a_renewed_certificate_reaches_a_running_worker(cluster: Cluster, user: User) -> None:
+    """As cert-manager renews one: the Secret has another pair, here of another authority, which alone is trusted."""
+    assert json.loads(user.sky("up", "dev", "--memory", "2Gi", "--json"))["ready"] is True
+    namespace = user.namespace
+    (before,) = pods_of(cluster, namespace, "dev")
+    with user.started(SESSION) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "3.0\n"
+        pair = issue("dev", namespace, datetime.datetime.now(datetime.UTC))
+        parts = {"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": pair.authority}
+        data = {key: base64.b64encode(text.encode()).decode() for key, text in parts.items()}
+        cluster.patch(f"/api/v1/namespaces/{namespace}/secrets/dev-tls", {"data": data})
+        log = cluster.kubectl_command("logs", "--follow", f"--namespace={namespace}", "dev-0")
+        wanted = fingerprint_of(pair.certificate)
+        with subprocess.Popen(bound(log), env=cluster.environment, stdout=subprocess.PIPE, text=True) as follower:
+            assert follower.stdout is not None
+            found = next((line for line in follower.stdout if "was reloaded" in line and wanted in line), "")
+            follower.kill()
+        assert found, "the log ended before the new certificate was there"
+        # Who comes now trusts the new one only, and who was there stays.
+        user.python(CHECK)
+        output, errors = program.communicate("\n", timeout=60)
+        assert (output, program.returncode) == ("6.0\n", 0), errors
+    (after,) = pods_of(cluster, namespace, "dev")
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    assert after["status"]["containerStatuses"][0]["restartCount"] == 0
+    status = cluster.get(path_of(namespace, "dev"))
+    assert condition(status, "Degraded")["status"] == "False"
+    assert cluster.get(f"/api/v1/namespaces/{namespace}/secrets/dev-tls")["data"] == data
+    user.sky("down", "dev")
+    wait_nothing_left(cluster, namespace, "dev")
 
 
 def test_a_rotated_token_reaches_a_running_worker(cluster: Cluster, user: User) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyproxy_operator.certificates import KeyPair, is_usable, issue
+from skyproxy_operator.certificates import KeyPair, is_pair, is_usable, issue
 
 NOW = datetime.datetime.now(datetime.UTC)
 
@@ -82,6 +82,19 @@ def test_a_certificate_is_renewed_in_time(pair: KeyPair) -> None:
     assert not is_usable(pair.certificate, "dev", "lab", NOW + datetime.timedelta(days=1500))
     for broken in ("", "x", pair.certificate[:200], pair.authority):
         assert not is_usable(broken, "dev", "lab", NOW)
+
+
+def test_a_pair_is_a_certificate_its_key_and_its_authority(pair: KeyPair) -> None:
+    other = issue("dev", "lab", NOW)
+    assert is_pair(pair.certificate, pair.key, pair.authority)
+    # After a renewal the former authority follows.
+    assert is_pair(pair.certificate, pair.key, pair.authority + other.authority)
+    assert not is_pair(pair.certificate, other.key, pair.authority)
+    assert not is_pair(pair.certificate, pair.key, other.authority)
+    for broken in ("", "x", pair.certificate[:200]):
+        assert not is_pair(broken, pair.key, pair.authority)
+        assert not is_pair(pair.certificate, broken, pair.authority)
+        assert not is_pair(pair.certificate, pair.key, broken)
 
 
 def test_a_very_long_name_fits(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from skyproxy_operator import children
+from skyproxy_operator.certificates import is_pair, issue
 from skyproxy_operator.cluster import ApiError
 from skyproxy_operator.reaping import Report
 from tests.operator.fake_cluster import FakeCluster
-from tests.operator.makers import OPTIONS, make_compute
+from tests.operator.makers import NOW, OPTIONS, make_compute
 from tests.operator.virtual_time import run_virtually
 from tests.operator.world import EVERYTHING, KEY, World, run
 
@@ -233,6 +235,66 @@ def test_a_certificate_that_is_made_anew_leaves_the_former_authority_trusted() -
             assert trusted.count("BEGIN CERTIFICATE") == 2
             assert first.strip() in trusted
             assert trusted != first
+
+    run(scenario, world)
+
+
+@pytest.mark.parametrize("part", ["tls.crt", "tls.key", "ca.crt"])
+@pytest.mark.parametrize("content", [None, b"", b"garbage", "another's"])
+def test_what_somebody_spoilt_in_a_certificate_of_ours_is_made_anew_for_the_next_start(
+    part: str, content: bytes | str | None
+) -> None:
+    world = World(restartPolicy={"backoffSeconds": 1})
+
+    def data() -> dict[str, str]:
+        found: dict[str, str] = world.cluster.objects["Secret", "lab", "dev-tls"]["data"]
+        return found
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        count = len(world.cluster.requests)
+        other = children.certificate_secret(make_compute(), issue("dev", "lab", NOW))["data"]
+        if content is None:
+            del data()[part]
+        else:
+            data()[part] = other[part] if isinstance(content, str) else base64.b64encode(content).decode()
+        await world.settle()
+        # As long as the worker runs it goes on with what it has read.
+        assert [request for request in world.cluster.requests[count:] if request[1] == "Secret"] == []
+        world.cluster.fail("dev-0")
+        await world.settle()
+        assert (world.status["phase"], world.status["restarts"]) == ("Running", 1)
+        made = {key: base64.b64decode(value).decode() for key, value in data().items()}
+        assert is_pair(made["tls.crt"], made["tls.key"], made["ca.crt"])
+
+    run(scenario, world)
+
+
+@pytest.mark.parametrize("name", ["dev-token", "dev-tls"])
+def test_a_secret_that_somebody_deleted_is_there_for_the_next_start(name: str) -> None:
+    world = World(restartPolicy={"backoffSeconds": 1})
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        del world.cluster.objects["Secret", "lab", name]
+        world.cluster.fail("dev-0")
+        await world.settle()
+        assert (world.status["phase"], world.names("Secret")) == ("Running", ["dev-tls", "dev-token"])
+
+    run(scenario, world)
+
+
+def test_a_certificate_of_somebody_elses_is_left_as_it_is() -> None:
+    world = World(restartPolicy={"backoffSeconds": 1})
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+        secret = world.cluster.objects["Secret", "lab", "dev-tls"]
+        del secret["metadata"]["ownerReferences"]
+        secret["data"]["tls.key"] = base64.b64encode(b"theirs").decode()
+        world.cluster.fail("dev-0")
+        await world.settle()
+        assert world.cluster.objects["Secret", "lab", "dev-tls"]["data"] == secret["data"]
 
     run(scenario, world)
 
