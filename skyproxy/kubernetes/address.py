@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from skyproxy.kubernetes.credential_plugin import make_credentials
 from skyproxy.kubernetes.kubeconfig import Kubeconfig, is_there, read, split
 
 _LIBRARY = "kubernetes_asyncio"
+_NAMESPACE = re.compile(r"(?=.{1,63}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -67,7 +69,7 @@ class ClusterAddress:
         Raises:
             NoClusterError: none is configured.
             ConfigurationError: the kubeconfig that somebody named is not there, cannot be read, or does not have that
-                context.
+                context; or the namespace cannot be one.
         """
         # The library is imported where a cluster is asked: that takes longer than all else that `skyproxy list` does.
         if importlib.util.find_spec(_LIBRARY) is None:
@@ -78,7 +80,7 @@ class ClusterAddress:
                 raise NoClusterError(f"no Kubernetes cluster is configured: there is no kubeconfig. {_HOW_TO_NAME_ONE}")
             own = _SERVICE_ACCOUNT / "namespace"
             namespace = self.namespace or (own.read_text(encoding="ascii").strip() if own.exists() else "default")
-            return ClusterAddress(namespace)
+            return ClusterAddress(_check_namespace(namespace))
         config = self._read(file)
         name = self.context or config.current
         if name not in config.contexts:
@@ -86,7 +88,7 @@ class ClusterAddress:
             lacking = f"context {name!r}" if name else "current context"
             raise ConfigurationError(f"the kubeconfig {file} has no {lacking}. It has: {known}. Name one: --context")
         namespace = self.namespace or str(config.contexts[name].get("namespace") or "default")
-        return ClusterAddress(namespace, name, os.pathsep.join(map(str, config.files)))
+        return ClusterAddress(_check_namespace(namespace), name, os.pathsep.join(map(str, config.files)))
 
     async def configuration(self) -> Any:
         """The library's configuration for a resolved address.
@@ -147,6 +149,16 @@ class ClusterAddress:
     def __str__(self) -> str:
         where = f"namespace {self.namespace}" if self.namespace else "the default namespace"
         return f"{where} of {self.context}" if self.context else where
+
+
+def _check_namespace(namespace: str) -> str:
+    """Return a namespace that can be one: it becomes part of the paths that are asked for."""
+    if not _NAMESPACE.fullmatch(namespace):
+        raise ConfigurationError(
+            f"{namespace!r} cannot name a namespace: those have up to 63 small letters, digits and hyphens. "
+            "See: kubectl get namespaces"
+        )
+    return namespace
 
 
 def load_library() -> Any:

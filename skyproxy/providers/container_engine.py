@@ -23,6 +23,8 @@ LABEL = "skyproxy.dev/worker"
 _KNOWN = ("docker", "podman")
 _SECONDS = 600.0
 """For one command: the first start of an image pulls it."""
+_LOOKS = ("container", "inspect", "logs", "port", "ps")
+_LOOK_SECONDS = 60.0
 _QUESTION_SECONDS = 5.0
 _MOST_READ_BYTES = 1 << 20
 
@@ -121,19 +123,39 @@ class ContainerEngine:
             )
         except OSError as error:
             raise ConfigurationError(f"{self.executable} cannot be run: {error}") from error
-        try:
-            async with asyncio.timeout(_SECONDS):
-                output, problem = await process.communicate(data)
-        except BaseException:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-            raise
+        # Images are fetched, and containers have time to end; to look at something takes no time.
+        seconds = _LOOK_SECONDS if arguments[0] in _LOOKS else _SECONDS
+        output, problem = await self._communicate(process, arguments[0], seconds, data)
         if process.returncode:
             said = problem.decode(errors="replace").strip()
             hint = " Is its daemon running, and may you use it?" if "daemon" in said.lower() else ""
             raise WorkerStartError(f"{os.path.basename(self.executable)} {arguments[0]} failed: {said}{hint}")
         return output
+
+    async def _communicate(
+        self, process: asyncio.subprocess.Process, verb: str, seconds: float, data: bytes | None = None
+    ) -> tuple[bytes, bytes]:
+        """Return what a command prints; it is killed when it takes too long, or nobody waits for it any more.
+
+        Raises:
+            WorkerStartError: it took too long.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                output, problem = await process.communicate(data)
+        except BaseException as error:
+            if process.returncode is None:
+                process.kill()
+            # What it has started may hold its pipes, and `wait` waits for their end, too. No public way leads to them.
+            process._transport.close()  # type: ignore[attr-defined]
+            await process.wait()
+            if not isinstance(error, TimeoutError):
+                raise
+            engine = os.path.basename(self.executable)
+            raise WorkerStartError(
+                f"{engine} {verb} has not answered for {seconds:g} s. Is the engine in order? See: {engine} info"
+            ) from error
+        return output, problem or b""
 
     async def start(
         self,
@@ -213,7 +235,7 @@ class ContainerEngine:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        output, _ = await process.communicate()
+        output, _ = await self._communicate(process, "logs", _LOOK_SECONDS)
         return output.decode(errors="replace").strip()
 
     async def remove(self, name: str) -> bool:

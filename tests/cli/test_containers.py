@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from skyproxy.contexts import ContextStore
+from skyproxy.contexts import Context, ContextStore
+from skyproxy.providers import container_engine
 from skyproxy.providers.container_engine import CONFINEMENT
 from tests.cli.test_suspending import Notebook, undisturbed
 from tests.integration.programs import wait_for
@@ -180,3 +181,29 @@ def test_a_container_that_was_killed_is_lost_and_not_suspended(run: Run, read: R
     wait_for(lambda: read("list")[0]["phase"] == "Lost", "it is dead")
     assert run("resume", "box").exit_code == 0
     assert read("list")[0]["phase"] == "Running"
+
+
+@pytest.mark.parametrize(
+    "command", [["list", "--provider", "container"], ["logs", "box", "--provider", "container"], ["down", "box"]]
+)
+def test_an_engine_that_hangs_is_given_up_and_named(
+    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """Also where what it has started holds its pipes."""
+    commands, pids = home / "bin", home / "pids"
+    commands.mkdir()
+    script = f"#!/bin/sh\nsleep 1000 &\necho $$ $! >> {pids}\nwait\n"
+    (commands / "docker").write_text(script)
+    (commands / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(container_engine, "_LOOK_SECONDS", 0.3)
+    ContextStore().save(Context("box", "container"), make_current=False)
+    try:
+        result = run(*command)
+        assert result.exit_code == 4, result.output
+        assert "has not answered for 0.3 s. Is the engine in order? See: docker info" in " ".join(result.output.split())
+        engines = [int(line.split()[0]) for line in pids.read_text().splitlines()]
+        assert all(not Path(f"/proc/{number}/cwd").exists() for number in engines)
+    finally:
+        for line in pids.read_text().splitlines():
+            os.kill(int(line.split()[1]), signal.SIGKILL)

@@ -95,6 +95,16 @@ def test_what_is_no_kubeconfig_is_named_with_its_fault(
     assert not isinstance(caught.value, NoClusterError)
 
 
+@pytest.mark.parametrize("namespace", ["../kube-system", "Team", "a b", "a/b", "-a", "a" * 64, "a\n"])
+def test_a_namespace_that_cannot_be_one_is_asked_for_nowhere(tmp_path: Path, namespace: str) -> None:
+    path = write(tmp_path / "1", "a", a="one", b=namespace)
+    with pytest.raises(ConfigurationError, match="cannot name a namespace"):
+        resolve(kubeconfig=str(path), namespace=namespace)
+    with pytest.raises(ConfigurationError, match="cannot name a namespace"):
+        resolve(kubeconfig=str(path), context="b")
+    assert resolve(kubeconfig=str(path)).namespace == "one"
+
+
 def test_a_folder_is_no_kubeconfig_and_what_is_below_a_file_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be read: .*directory"):
         read(str(tmp_path))
