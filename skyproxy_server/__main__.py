@@ -23,7 +23,7 @@ from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS
 from skyproxy.snapshots.stores import is_address, open_store
-from skyproxy_server import auth
+from skyproxy_server import audit, auth
 from skyproxy_server.addresses import refuse_early
 from skyproxy_server.allocator import keep_freed_memory
 from skyproxy_server.arguments import parser
@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _leave_no_core_dumps()
     import_watcher.forget_own()  # a worker has the real devices, and needs no stand-in for them
     log_to_stderr(arguments.log_level.upper())
+    if arguments.embedded:
+        # Its only client knows what it calls. Its log is a file that grows, whose end tells what the worker died of.
+        audit.leave_out("call")
     made: Path | None = None
     blobs: BlobStore | None = None
     session_host: LeavingHost | None = None

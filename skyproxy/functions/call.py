@@ -118,7 +118,7 @@ class Call:
         self._unacked = self._shown = 0
         self._value: object = None
         self._error: BaseException | None = None
-        self._taken = False
+        self._taken = self._is_stream = False
         self._taking = threading.RLock()
 
     # --- the future --------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Call:
                 raise error.with_traceback(None)
             finally:
                 del error, self  # else its traceback would hold this frame, and the frame would hold it
-        return _Iterator(self) if self._future.result().kind == "stream" else self._value
+        return _Iterator(self) if self._is_stream else self._value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the function's end, and return what it raised, None if it returned.
@@ -159,7 +159,8 @@ class Call:
         came = self._future.result(timeout)
         with self._taking:
             if not self._taken:
-                if came.kind != "stream":
+                self._is_stream = came.kind == "stream"
+                if not self._is_stream:
                     try:
                         self._value = self._make_result(came)
                     except UntrustedResultError:

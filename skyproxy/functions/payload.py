@@ -145,7 +145,7 @@ class Payload:
             )
         theirs = session.welcome.software.get("python", own_python)
         by_value = self.pickled.by_value if self.code is None else self.code.name
-        if by_value and theirs.split(".")[:2] != own_python.split(".")[:2]:
+        if by_value and theirs != own_python and theirs.split(".")[:2] != own_python.split(".")[:2]:
             raise VersionMismatchError(
                 f"{by_value} travels as bytecode, and the worker runs Python {theirs}, this process "
                 f"{own_python}. Use the same Python on both sides (3.{theirs.split('.')[1]} here, or another image "

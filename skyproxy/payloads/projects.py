@@ -10,11 +10,13 @@ import contextlib
 import functools
 import importlib.machinery
 import importlib.metadata
+import math
 import os
 import site
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -31,6 +33,11 @@ _lock = threading.RLock()
 _verdicts: dict[tuple[str, str], bool] = {}
 _seen: list[object] = []
 """The modules of the program when it was last looked through: it has thousands, and they seldom change."""
+_MOMENT_SECONDS = 0.01
+_looked: tuple[float, tuple[str, object], int] = -math.inf, ("", 0), 0
+"""When that was, and what was the last one, and how many there were."""
+_found: tuple[tuple[object, ...], tuple[Folder, ...], object] = (), (), None
+"""The folders that were found last, what they depend on beside the modules, and the look at those."""
 _projects: list[ModuleType] = []
 """The user's among them."""
 _by_value: tuple[tuple[Folder, ...], list[ModuleType]] = (), []
@@ -108,9 +115,16 @@ def project_folders() -> tuple[Folder, ...]:
         if raised_by_handler(error):
             raise
         working = ""  # it was removed
+    global _found
+    key = (*sys.path, working, *map(id, sys.meta_path))
+    found = _found
+    if found[0] == key and found[2] is _looked and _looked_lately():
+        return found[1]
     with _lock:
         _project_modules()
-        return _all_folders(tuple(sys.path), working, (*_editable_folders(), *_roots_of_projects))
+        folders = _all_folders(tuple(sys.path), working, (*_editable_folders(), *_roots_of_projects))
+        _found = key, folders, _looked
+    return folders
 
 
 @functools.lru_cache(16)
@@ -253,7 +267,10 @@ def _modules_by_value() -> list[ModuleType]:
 
 def _project_modules() -> list[ModuleType]:
     """The user's modules that are loaded now."""
-    global _by_value
+    global _by_value, _looked
+    if _looked_lately():
+        return _projects
+    look = time.monotonic(), _last_name(), len(sys.modules)
     if not _are_same(list(sys.modules.values()), _seen):
         found: dict[str, object] = {**sys.modules}
         _seen[:] = found.values()
@@ -265,7 +282,27 @@ def _project_modules() -> list[ModuleType]:
         ]
         _roots_of_projects[:] = dict.fromkeys(root for root in map(_root_of, _projects) if root is not None)
         _by_value = (), []
+    _looked = look  # at the end: others would take the ones before for what was found
     return _projects
+
+
+def _looked_lately() -> bool:
+    """Return whether the modules were looked through a moment ago, and none has come or gone since.
+
+    What is imported, also anew, comes last. Only a module that was put in the place of another one by hand is noticed
+    a moment later: looking at all of them takes longer than all else that a short call needs here.
+    """
+    when, last, count = _looked
+    return len(sys.modules) == count and time.monotonic() - when < _MOMENT_SECONDS and _last_name() == last
+
+
+def _last_name() -> tuple[str, object]:
+    """Return the name and the identity of what was put into `sys.modules` last."""
+    try:
+        name = next(reversed(sys.modules))
+        return name, id(sys.modules.get(name))
+    except (RuntimeError, StopIteration):  # another thread imports something at this moment
+        return "", 0
 
 
 def _are_same(one: list[object], other: list[object]) -> bool:

@@ -7,11 +7,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, InvalidStateError
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 from skyproxy.errors import ConfigurationError
 
 T = TypeVar("T")
+_CANCELLED = (CANCELLED, CANCELLED_AND_NOTIFIED)
 
 
 class PoolFuture(Future[T]):
@@ -37,7 +39,7 @@ class PoolFuture(Future[T]):
         """Set what ends the call from now on; called at once if the future has been cancelled already."""
         with self._guard:
             self._stop = stop
-            cancelled = self.cancelled()
+            cancelled = self._state in _CANCELLED  # as `cancelled`, without its lock
         if cancelled:
             stop()
 
@@ -52,8 +54,10 @@ class PoolFuture(Future[T]):
 
     def settle(self, value: T) -> None:
         """Sets the result, unless somebody cancelled meanwhile."""
-        with contextlib.suppress(InvalidStateError):
+        try:
             self.set_result(value)
+        except InvalidStateError:
+            pass
         self._stop = self.before_wait = (
             None  # it refers to the call, and the call to us: what is over should not wait for the collector
         )

@@ -212,6 +212,8 @@ class Scheduler:
         Raises:
             ConfigurationError: all that could run it are held by streams which the caller is in the midst of.
         """
+        if task in self._running:
+            return
         reader = current_caller()
         with self._lock:
             if task in self._running or task.future.done():
@@ -320,7 +322,8 @@ class Scheduler:
             task.future.cancel()
             raise
         task.running = call
-        task.future.on_cancel(lambda: self._cancel(task))
+        if task.future.cancelled():  # before that: there was nothing to end yet
+            self._cancel(task)
         call.add_done_callback(lambda call: self._on_done(task, call, output))
 
     def _on_done(self, task: PoolTask, call: Call, output: TaskOutput) -> None:

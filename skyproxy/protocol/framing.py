@@ -37,7 +37,7 @@ _CONTAINERS = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
 class _Layout:
     """The layout of one message class on the wire: its fields in order, and the check that each passes on arrival."""
 
-    __slots__ = ("checks", "count", "defaults", "has_buffers", "message_type", "names", "values")
+    __slots__ = ("checks", "count", "defaults", "has_buffers", "kinds", "message_type", "names", "values")
 
     def __init__(self, message_type: type[Message]) -> None:
         names = [item.name for item in fields(message_type)]
@@ -52,9 +52,17 @@ class _Layout:
         # Trailing fields with a default need not travel: they were added later, and the peer may not know them.
         defaults = [item.default for item in fields(message_type) if item.default is not MISSING]
         self.defaults: tuple[object, ...] = () if self.has_buffers else tuple(defaults)
-        self.checks = [_check_for(hints[name]) for name in names]
+        # Most fields are of one type, which is compared in place: calling a check for each takes longer than all else.
+        self.kinds = [_kind_of(hints[name]) for name in names]
+        self.checks = [None if kind is not None else _check_for(hints[name]) for name, kind in zip(names, self.kinds)]
         getter = attrgetter(*names)
         self.values: Callable[[Message], tuple[object, ...]] = getter if len(names) > 1 else lambda m: (getter(m),)
+
+
+def _kind_of(annotation: object) -> type | None:
+    """The one type that a decoded value must have; None where that is not all that is asked for."""
+    annotation = getattr(annotation, "__supertype__", annotation)
+    return annotation if isinstance(annotation, type) and annotation not in (object, Any) else None
 
 
 def _check_for(annotation: object) -> Callable[[Any], bool] | None:
@@ -66,6 +74,12 @@ def _check_for(annotation: object) -> Callable[[Any], bool] | None:
     if origin is None:
         # `is`, because msgpack makes no subclasses, and a bool must not pass for an int.
         return lambda value: type(value) is annotation
+    plain = [_kind_of(item) for item in get_args(annotation)]
+    first = frozenset(plain[:1])
+    if origin is list and plain[0] is not None:
+        return lambda value: type(value) is list and first.issuperset(map(type, value))
+    if origin is dict and plain[0] is not None and get_args(annotation)[1] is Any:
+        return lambda value: type(value) is dict and first.issuperset(map(type, value))
     checks = [_check_for(item) or (lambda value: True) for item in get_args(annotation)]
     if origin is list:
         if get_args(annotation) == (Any,):
@@ -242,13 +256,13 @@ def decode_head(start: Buffer, max_frame_bytes: int) -> DecodedHead:
         lengths = values.pop()
         if type(lengths) is not list or not all(type(item) is int and item >= 0 for item in lengths):
             raise _error(layout, f"the lengths of the buffers are {lengths!r:.100}")
-    for check, value in zip(layout.checks, values, strict=True):
-        if check is not None and not check(value):
-            name, kind = layout.names[layout.checks.index(check)], type(value).__name__
+    for index, (kind, check, value) in enumerate(zip(layout.kinds, layout.checks, values, strict=True)):
+        if (kind is not None and type(value) is not kind) or (check is not None and not check(value)):
+            name, came = layout.names[index], type(value).__name__
             hint = get_type_hints(layout.message_type)[name]
             wanted = getattr(hint, "__supertype__", hint)
             wanted = wanted.__name__ if get_origin(wanted) is None else wanted
-            raise _error(layout, f"its {name} should be {wanted}, and what came as {kind} is not")
+            raise _error(layout, f"its {name} should be {wanted}, and what came as {came} is not")
     head = DecodedHead(layout, values, lengths, end)
     if head.frame_bytes > max_frame_bytes:
         raise _error(layout, f"the frame has {head.frame_bytes:,} bytes; the limit is {max_frame_bytes:,}")

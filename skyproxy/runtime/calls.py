@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -60,8 +61,23 @@ def current_call() -> CallContext | None:
     return _CURRENT.get()
 
 
-@contextlib.contextmanager
-def entered_call(call: CallContext) -> Iterator[None]:
+class ValueOfContext(contextlib.AbstractContextManager[None], Generic[T]):
+    """A context variable has this value inside the `with` block. Not a generator: each call enters a few of these."""
+
+    __slots__ = ("_token", "_value", "_variable")
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable = variable
+        self._value = value
+
+    def __enter__(self) -> None:
+        self._token: Token[T] = self._variable.set(self._value)
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.reset(self._token)
+
+
+def entered_call(call: CallContext) -> contextlib.AbstractContextManager[None]:
     """For workers: the code inside the `with` block serves `call`.
 
     Example:
@@ -70,8 +86,4 @@ def entered_call(call: CallContext) -> Iterator[None]:
             assert skyproxy.runtime.current_call().name == "evaluate"
         ```
     """
-    token = _CURRENT.set(call)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+    return ValueOfContext(_CURRENT, call)

@@ -23,6 +23,7 @@ from skyproxy_server.functions.registry import NEVER_BEGUN, Calls
 logger = logging.getLogger("skyproxy.server")
 
 _TASK = {"name": str, "results": str, "context": bytes, "tensors": list, "bases": list}
+_TASK_KINDS = list(_TASK.values())
 _OPTIONS = {"bound": bool, "quiet": bool, "forget": list}
 _LONGEST_NAME = 64
 
@@ -84,7 +85,7 @@ class FunctionsConnection:
 
     def _on_start(self, message: CallStart) -> None:
         task = message.task
-        fits = all(type(task.get(name)) is kind for name, kind in _TASK.items())
+        fits = list(map(type, map(task.get, _TASK))) == _TASK_KINDS
         fits = fits and _names_function(task, len(message.sizes)) and _has_known_options(task)
         fits = fits and (self._bind is not None or not task.get("bound"))
         file, passed = task.pop("file", None), task.pop("passed", None)
@@ -173,8 +174,9 @@ class FunctionsConnection:
 
 def _has_known_options(task: dict[str, object]) -> bool:
     """Return whether what a task may have is what it must be."""
-    if any(name in task and type(task[name]) is not kind for name, kind in _OPTIONS.items()):
-        return False
+    for name, kind in _OPTIONS.items():
+        if name in task and type(task[name]) is not kind:
+            return False
     names: list[object] = task.get("forget", [])  # type: ignore[assignment]
     return len(names) <= MAX_FORGOTTEN and all(map(_is_name, names))
 

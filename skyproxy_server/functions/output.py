@@ -12,10 +12,10 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any, Protocol, TextIO
 
 from skyproxy import patching
+from skyproxy.runtime.calls import ValueOfContext
 from skyproxy.runtime.output import muted
 
 
@@ -116,14 +116,9 @@ def current_sink() -> Sink | None:
     return _SINK.get()
 
 
-@contextlib.contextmanager
-def printing_to(sink: Sink) -> Iterator[None]:
+def printing_to(sink: Sink) -> contextlib.AbstractContextManager[None]:
     """Send to `sink` what this thread prints inside the `with` block, and the threads and tasks that it starts."""
-    token = _SINK.set(sink)
-    try:
-        yield
-    finally:
-        _SINK.reset(token)
+    return ValueOfContext(_SINK, sink)
 
 
 def install() -> None:

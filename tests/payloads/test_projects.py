@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import sysconfig
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,3 +177,27 @@ def test_folders_follow_the_search_path_and_the_working_directory(
     assert project_folders()[0] == (str(tmp_path / "two"), True)
     sys.path.insert(0, str(tmp_path / "one"))
     assert project_folders()[:2] == ((str(tmp_path / "one"), True), (str(tmp_path / "two"), True))
+
+
+def test_what_is_imported_right_after_a_look_is_found_at_once(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    places = [tmp_path_factory.mktemp("place") for _ in range(2)]
+    for place in places:
+        project_folders()
+        load_as("sky_sudden", write(place / "sky_sudden.py"))
+        assert str(place) in dict(project_folders())
+        del sys.modules["sky_sudden"]  # the next one comes in its place: there are as many as before
+
+
+def test_a_module_that_is_put_in_the_place_of_another_is_found_when_the_moment_is_over(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_as("sky_exchanged", write(folder / "sky_exchanged.py"))
+    load_as("sky_last", write(folder / "sky_last.py"))
+    project_folders()
+    place = tmp_path_factory.mktemp("place")
+    load_as("sky_exchanged", write(place / "sky_exchanged.py"))  # keeps its place in the order
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1.0)
+    assert str(place) in dict(project_folders())

@@ -20,6 +20,7 @@ import trustme
 import skyproxy
 from skyproxy.errors import AuthenticationError, ConfigurationError, ConnectError, RemoteError, SessionLostError
 from skyproxy.protocol.messages import Hello
+from skyproxy.session.local_worker import LocalWorker
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import connect_websocket
 from skyproxy_server import audit
@@ -195,6 +196,23 @@ def test_the_audit_names_tokens_sessions_functions_and_refusals(
     assert f'call token="coder" address="127.0.0.1" session="{session}" {call}' in lines
     assert any(line.startswith('refused token="math"') and "no scope admin" in line for line in lines)
     assert not any(token in caplog.text for token in (CODE, MATH, PROBE))
+
+
+def nothing() -> None:
+    """The function that is called."""
+
+
+def test_a_worker_that_belongs_to_one_program_writes_no_line_a_call() -> None:
+    worker = LocalWorker("cpu", Settings())
+    try:
+        with skyproxy.connect(worker.url, token=worker.token) as node:
+            for _ in range(3):
+                node.run(nothing)
+            log = worker.output()
+    finally:
+        worker.stop()
+    assert "session-begin" in log
+    assert "nothing" not in log
 
 
 def test_the_audit_is_complete_however_long_it_gets() -> None:

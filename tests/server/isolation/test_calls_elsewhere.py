@@ -150,7 +150,7 @@ def test_large_results_travel_between_processes(sessions, tmp_path: Path) -> Non
 
 
 def test_errors_and_cancellation_work_elsewhere(sessions, tmp_path: Path) -> None:
-    gate, cancelled = str(tmp_path / "gate"), str(tmp_path / "cancelled")
+    gate, begun, cancelled = (str(tmp_path / name) for name in ("gate", "begun", "cancelled"))
 
     def fail() -> None:
         wait_for_file(gate)
@@ -158,7 +158,8 @@ def test_errors_and_cancellation_work_elsewhere(sessions, tmp_path: Path) -> Non
 
     def spin() -> None:
         try:
-            wait_for_file(str(gate) + "-never")
+            open(begun, "w").close()
+            wait_for_file(gate + "-never")
         finally:
             open(cancelled, "w").close()
 
@@ -169,6 +170,7 @@ def test_errors_and_cancellation_work_elsewhere(sessions, tmp_path: Path) -> Non
     Path(gate).touch()
     with pytest.raises(LookupError, match="as intended"):
         again.result(60)
+    wait_for(lambda: Path(begun).exists(), "the function is inside its `try`: before, it has nothing to clean up")
     other.cancel()
     wait_for(lambda: Path(cancelled).exists(), "the function is interrupted")
 
