@@ -35,7 +35,7 @@ _seen: list[object] = []
 """The modules of the program when it was last looked through: it has thousands, and they seldom change."""
 _MOMENT_SECONDS = 0.01
 _looked: tuple[float, tuple[str, object], int] = -math.inf, ("", 0), 0
-"""When that was, and what was the last one, and how many there were."""
+"""The time of that look, what was the last of them, and how many there were."""
 _found: tuple[tuple[object, ...], tuple[Folder, ...], object] = (), (), None
 """The folders that were found last, what they depend on beside the modules, and the look at those."""
 _projects: list[ModuleType] = []

@@ -12,7 +12,7 @@ import enum
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -207,6 +207,36 @@ def parts_of(error: BaseException) -> tuple[tuple[object, ...], dict[str, object
     reduced = next(reduce for reduce in in_c if type(reduce) is types.MethodDescriptorType)(error)
     state = reduced[2] if len(reduced) > 2 else None
     return tuple(reduced[1]), dict(state) if isinstance(state, dict) else dict(vars(error))
+
+
+class PartOfException:
+    """A stand-in for an exception that cannot be pickled, a lock among its attributes for example.
+
+    It is unpickled as an exception of the same class, so that it can be caught: with those of its attributes that can
+    be pickled, and a note that names the others.
+    """
+
+    def __init__(self, error: BaseException, can_be_sent: Callable[[object], bool]) -> None:
+        """Look which parts of it can be sent.
+
+        Raises:
+            Exception: whatever code of its class raises.
+        """
+        arguments, state = parts_of(error)
+        if isinstance(error, BaseExceptionGroup):
+            parts = [one if can_be_sent(one) else PartOfException(one, can_be_sent) for one in error.exceptions]
+            arguments = error.message, parts
+        elif not can_be_sent(arguments):
+            arguments = (str(error),)
+        left_out = [name for name, value in state.items() if not can_be_sent(value)]
+        kept = {name: value for name, value in state.items() if name not in left_out}
+        if left_out:
+            told = f"what cannot be pickled of it is left out: {', '.join(left_out)}"
+            kept["__notes__"] = [*getattr(error, "__notes__", ()), told]
+        self._parts = type(error), arguments, kept
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return make_exception, self._parts
 
 
 def _show(argument: object) -> object:

@@ -20,7 +20,7 @@ from skyproxy.pools.pool_actors import PoolActors
 from skyproxy.pools.pool_calls import OnNode, PoolCalls
 from skyproxy.pools.pool_jobs import PoolJobs
 from skyproxy.pools.progress_view import ProgressView
-from skyproxy.pools.running import RUNNING
+from skyproxy.pools.running import RUNNING, not_running_text
 from skyproxy.pools.scheduler import Scheduler
 from skyproxy.pools.specification import transformed, worker_spec
 from skyproxy.pools.workers import Workers
@@ -451,9 +451,7 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
 
     def _running_workers(self) -> Workers | ElasticWorkers:
         if self._workers is None:
-            raise ConfigurationError(
-                "this pool is not running. Use it inside its `with` block, or call start() before."
-            )
+            raise ConfigurationError(not_running_text())
         return self._workers
 
     def __repr__(self) -> str:

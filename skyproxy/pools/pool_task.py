@@ -14,6 +14,7 @@ from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.pools.call_options import Retry, is_stream
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.pending import PendingCompute
+from skyproxy.pools.running import not_running_text
 
 if TYPE_CHECKING:
     from skyproxy.functions import Payload
@@ -108,7 +109,7 @@ def current_caller() -> object:
 
 def closed_error() -> ConfigurationError:
     """The error for calls of a pool that is closed."""
-    return ConfigurationError("this pool is not running. Calls are made inside its `with` block.")
+    return ConfigurationError(not_running_text("Calls are made inside its `with` block."))
 
 
 def lost_rank(task: PoolTask) -> SessionLostError:

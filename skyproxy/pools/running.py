@@ -30,7 +30,22 @@ def running_pools() -> list[RunningPool]:
     return list(RUNNING)
 
 
+_has_program_ended = False
+
+
+def not_running_text(advice: str = "Use it inside its `with` block, or call start() before.") -> str:
+    """Return what to say to who uses a pool that does not run; with this advice, where the program has not ended."""
+    if _has_program_ended:
+        return (
+            "this pool was closed because the main thread of the program has ended. Join the threads that use it "
+            "before, at the end of the program: thread.join()."
+        )
+    return f"this pool is not running. {advice}"
+
+
 def _close_all() -> None:
+    global _has_program_ended
+    _has_program_ended = True
     for pool in list(RUNNING):
         try:
             pool.close()

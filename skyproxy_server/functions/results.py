@@ -11,6 +11,7 @@ import torch
 from skyproxy.payloads.pickling import Pickled, Pickler, is_wrapper, pickle_simple
 from skyproxy.payloads.plain import NotPlainError
 from skyproxy.payloads.plain_writing import to_plain
+from skyproxy.payloads.rebuilding import PartOfException
 from skyproxy.runtime.call_groups import is_simple
 from skyproxy_server.gates import storage_key
 from skyproxy_server.inventory import DeviceRow
@@ -122,9 +123,26 @@ def describe_error(
     try:
         if plain:
             return words, to_plain(error, lambda tensor: None)
-        return words, Pickler(lambda tensor: None).pickle(error)
+        return words, _pickle_error(error)
     except Exception:  # whatever it holds; the words remain
         return words, None
+
+
+def _pickle_error(error: BaseException) -> Pickled:
+    def pickle(value: object) -> Pickled:
+        return Pickler(lambda tensor: None).pickle(value)
+
+    def can_be_sent(value: object) -> bool:
+        try:
+            pickle(value)
+        except Exception:
+            return False
+        return True
+
+    try:
+        return pickle(error)
+    except Exception:
+        return pickle(PartOfException(error, can_be_sent))
 
 
 def _message(error: BaseException) -> str:

@@ -26,9 +26,23 @@ class OwnError(Exception):
 
 
 class Unpicklable(Exception):
-    def __init__(self) -> None:
+    def __init__(self, code: int = 7) -> None:
         super().__init__("I hold a lock")
         self.lock = threading.Lock()
+        self.code = code
+
+
+class Stubborn(Exception):
+    def __reduce__(self) -> str:
+        raise RuntimeError("no")
+
+
+class Unmakeable(Exception):
+    def __new__(cls, *, made_by: str = "") -> Unmakeable:  # takes none of its own `args`
+        return super().__new__(cls, made_by)
+
+    def __init__(self, *, made_by: str = "") -> None:
+        """Do nothing: `args` are what `__new__` was given."""
 
 
 class Mine(ValueError):
@@ -60,11 +74,36 @@ def test_an_exception_with_an_init_of_its_own_is_that_exception(node: skyproxy.N
     assert vars(caught.value).keys() >= vars(OwnError(3, "broken")).keys()
 
 
+def test_an_exception_that_holds_what_cannot_be_pickled_keeps_its_class_and_the_rest(node: skyproxy.Node) -> None:
+    def fail(error: BaseException) -> None:
+        raise {"lock": Unpicklable, "stubborn": Stubborn}[str(error)]()
+
+    with pytest.raises(Unpicklable, match="I hold a lock") as caught:
+        node.run(fail, ValueError("lock"))
+    assert caught.value.code == 7
+    assert any("left out: lock" in note for note in caught.value.__notes__)
+    assert "in fail" in str(caught.value.__cause__)
+    with pytest.raises(Stubborn):
+        node.run(fail, ValueError("stubborn"))
+
+
+def test_a_group_keeps_those_of_its_exceptions_that_hold_what_cannot_be_pickled(node: skyproxy.Node) -> None:
+    def fail() -> None:
+        raise ExceptionGroup("several", [Unpicklable(1), ValueError("plain"), Unpicklable(2)])
+
+    with pytest.raises(ExceptionGroup) as caught:
+        node.run(fail)
+    first, second, third = caught.value.exceptions
+    assert isinstance(first, Unpicklable)
+    assert isinstance(third, Unpicklable)
+    assert (first.code, str(second), third.code) == (1, "plain", 2)
+
+
 def test_an_exception_that_cannot_be_made_again_is_named(node: skyproxy.Node) -> None:
     def fail() -> None:
-        raise Unpicklable
+        raise Unmakeable(made_by="me")
 
-    with pytest.raises(RemoteFunctionError, match="Unpicklable: I hold a lock") as caught:
+    with pytest.raises(RemoteFunctionError, match="Unmakeable: me") as caught:
         node.run(fail)
     assert "in fail" in caught.value.remote_traceback
 

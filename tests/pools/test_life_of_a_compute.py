@@ -325,6 +325,34 @@ def test_a_pool_that_nobody_closed_ends_with_the_program(tmp_path: Path, keep: s
     assert not any(psutil.pid_exists(worker) for worker in workers)
 
 
+def test_a_thread_that_outlives_the_main_one_learns_why_its_pool_is_closed(tmp_path: Path) -> None:
+    command = script(
+        tmp_path,
+        """
+        import threading
+        from concurrent.futures import CancelledError
+        import skyproxy as sky
+
+        def use(pool):
+            while True:
+                try:
+                    pool.run(abs, -1)
+                except CancelledError:
+                    continue
+                except sky.errors.ConfigurationError as error:
+                    print(error, flush=True)
+                    return
+
+        pool = sky.Compute(provider=sky.Local(device="cpu"), nodes=1)
+        pool.start()
+        threading.Thread(target=use, args=(pool,)).start()
+        """,
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "the main thread of the program has ended. Join the threads" in done.stdout
+
+
 def test_a_model_defined_in_the_program_comes_back_trained(tmp_path: Path) -> None:
     """The class travels by value and the result is an instance of the very class of the program."""
     command = script(
