@@ -143,7 +143,7 @@ class NodeModels(NodeFunctions):
                 except StopIteration as end:
                     streamer.end()
                     return end.value
-                streamer.put(torch.tensor(ids))
+                streamer.put(torch.tensor(ids, device="cpu"))
         finally:
             call.cancel()  # Ctrl-C, or a streamer that failed
 

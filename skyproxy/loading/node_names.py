@@ -356,7 +356,7 @@ def _named_value(tensors: Sequence[torch.Tensor]) -> NamedValue:
     return NamedValue(len(tensors), sum(tensor.nbytes for tensor in tensors), 0.0)
 
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class KnownTensors:

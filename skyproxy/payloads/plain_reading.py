@@ -271,7 +271,7 @@ def _get_sparse(reader: PlainReader) -> Any:
 
 def _is_sorted(indices: torch.Tensor, size: Sequence[int]) -> bool:
     """Return whether indices are in order and differ, as those of a coalesced tensor."""
-    place = torch.zeros(indices.shape[1], dtype=torch.int64)
+    place = torch.zeros(indices.shape[1], dtype=torch.int64, device="cpu")
     for row, length in zip(indices, size):
         place = place * length + row
     return bool((place[1:] > place[:-1]).all())

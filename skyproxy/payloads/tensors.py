@@ -153,9 +153,9 @@ class TensorReader:
         description = torch_codec.decode_description(row[1])
         content, base = self._contents[row[4]], self._bases[row[4]]
         _check_view(description, content, base)
-        tensor = torch.empty(0, dtype=description.dtype)
+        tensor = torch.empty(0, dtype=description.dtype, device="cpu")
         if 0 in description.size:
-            tensor = torch.empty_strided(description.size, description.stride, dtype=description.dtype)
+            tensor = torch.empty_strided(description.size, description.stride, dtype=description.dtype, device="cpu")
         else:
             offset = description.offset - base // description.dtype.itemsize
             tensor.set_(content.untyped_storage(), offset, description.size, description.stride)
@@ -203,7 +203,7 @@ def memory_for(tables: dict[str, Any], count: int) -> Callable[[int, int], tuple
     def allocate(index: int, size: int) -> tuple[Any, memoryview]:
         if index < first:
             return plain_memory(index, size)
-        content = torch.empty(size, dtype=torch.uint8)
+        content = torch.empty(size, dtype=torch.uint8, device="cpu")
         return content, torch_codec.byte_view(content)
 
     return allocate

@@ -460,7 +460,7 @@ def _load_tensor(
     spans = pieces_of(size)
     if len(spans) != len(content):
         raise refuse(f"a storage of {size} bytes has {len(content)} pieces")
-    tensor = torch.empty(size, dtype=torch.uint8)
+    tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
     view = byte_view(tensor)
 
     def fill(span: tuple[int, int], digest: object) -> None:

@@ -154,7 +154,9 @@ class SkyStorage(torch.UntypedStorage):
         return self.as_bytes()[self._position(index)].item()
 
     def __setitem__(self, index: int | slice, value: int) -> None:
-        self.as_bytes()[index if isinstance(index, slice) else self._position(index)] = value
+        if not isinstance(index, slice) and not 0 <= index < self.nbytes():
+            raise RuntimeError("out of bounds")  # PyTorch's words; it reads from the end, but does not write there
+        self.as_bytes()[index] = value
 
     def __delitem__(self, index: object) -> NoReturn:
         raise TypeError("bytes of a storage cannot be deleted")
@@ -214,7 +216,7 @@ class SkyStorage(torch.UntypedStorage):
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of a CPU storage as a uint8 tensor of one dimension, sharing its memory."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def storage_from_bytes(storage: torch.UntypedStorage, device: SkyDevice, *, uninitialized: bool = False) -> SkyStorage:

@@ -60,6 +60,7 @@ with explain_missing_names():
     DispatchKeySet = torch._C.DispatchKeySet
     BelowAutograd = torch._C._AutoDispatchBelowAutograd
     ExcludedKeys = torch._C._ExcludeDispatchKeyGuard
+    SetExcludedKey = torch._C._SetExcludeDispatchKeyGuard
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     all_op_names = torch._C._dispatch_get_all_op_names
 

@@ -131,7 +131,7 @@ def _as_preserved(result: torch.Tensor, meta: Meta) -> torch.Tensor:
     like = torch.empty_like(torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta"))
     if like.stride() == result.stride():
         return result
-    return copy_into(torch.empty_strided(meta.size, like.stride(), dtype=meta.dtype), result)
+    return copy_into(torch.empty_strided(meta.size, like.stride(), dtype=meta.dtype, device="cpu"), result)
 
 
 def _download_sparse(tensor: RemoteTensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
@@ -22,7 +21,7 @@ from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.inference import expectation
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
-from skyproxy.tensor.dispatch.recording import learn, new_tensors, record
+from skyproxy.tensor.dispatch.recording import count_changes, learn, new_tensors, record
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
@@ -236,7 +235,7 @@ def dispatch_remote(
     elif entry.nothing:
         result = None
         if info.for_each:  # kernels count such changes, of the tensors in their first list; not the dispatcher
-            increment_version(args[0])
+            count_changes(args[0])
     elif entry.listed is not None:
         owner = (root.root or root) if entry.shares_first else None
         result = listed = new_tensors(device, entry.listed, owner)

@@ -23,7 +23,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import FakeTensor, count_dispatch_modes, disable_current_modes, pytree
 from skyproxy.tensor.dispatch.fake_tensors import fake_mode, fake_tensor
 from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, OpInfo
-from skyproxy.tensor.shapes.kernel_strides import corrected
+from skyproxy.tensor.shapes.kernel_strides import corrected, corrected_lists
 from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def _infer_columns(call: BoundCall) -> Entry | None:
         if (type(a) is list or type(a) is tuple) and len(a):
             return [a[at] for at in chosen]
         if isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() == 1:
-            return a[torch.tensor(chosen)]
+            return a[torch.tensor(chosen, device="cpu")]
         return a
 
     entry = _infer_by_fake(type(call)(call.info, tuple(map(reduced, call.args)), call.kwargs))
@@ -407,6 +407,12 @@ def _halves_complex_numbers(outputs: list[Output | None], fakes: list[torch.Tens
 
 def _correct_strides(call: BoundCall, outputs: list[Output]) -> None:
     fresh = [output.meta if output.shares is None else None for output in outputs]
+    if call.info.for_each:
+        args = _looks(call.args)
+        for output in outputs:
+            if output.items and all(shares is None for _, shares in output.items):
+                items = corrected_lists(call.info.func, args, [meta for meta, _ in output.items])
+                output.items = [(meta, None) for meta in items]
     if any(meta is not None for meta in fresh):
         looks = _looks(call.args), {name: _look(a) for name, a in call.kwargs.items()}
         operands = _operands(call.info, *looks)

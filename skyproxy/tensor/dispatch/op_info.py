@@ -89,10 +89,12 @@ _WITH_STATISTICS = frozenset(
         "aten::_native_batch_norm_legit",
         "aten::_native_batch_norm_legit_no_training",
         "aten::native_batch_norm",
+        "aten::native_group_norm",
+        "aten::native_group_norm_backward",
         "aten::native_layer_norm",
     }
 )
-"""Ops that also give statistics of their input: of half precision, in which dtype depends on the device."""
+"""Ops that give or take statistics of their input: of half precision, in which dtype depends on the device."""
 _FOLLOWED_IN_PLACE = (
     "add_.Tensor add_.Scalar sub_.Tensor sub_.Scalar mul_.Tensor mul_.Scalar fill_.Scalar fill_.Tensor zero_ copy_ "
     "_foreach_add_.Scalar _foreach_add_.List _foreach_add_.Tensor _foreach_add_.ScalarList _foreach_sub_.Scalar "

@@ -21,7 +21,7 @@ from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor, make_view, set_metadata
-from skyproxy.tensor.core.torch_private import OpOverload
+from skyproxy.tensor.core.torch_private import OpOverload, TensorBase
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
 from skyproxy.tensor.dispatch.binding import BoundCall, freeze, refuse_to_pin
@@ -31,6 +31,7 @@ from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, TENSOR, TENSORS, OpInfo, info_of
 
 _infers = torch.is_inference_mode_enabled
+_is_of_inference = TensorBase.is_inference
 _getframe = sys._getframe
 _Parameter = torch.nn.Parameter
 _HALVES = (torch.float16, torch.bfloat16)
@@ -74,6 +75,21 @@ def _example_on(asked: torch.device, info: OpInfo, tensor: RemoteTensor) -> torc
 
 
 _KNOWN_TENSORS = (RemoteTensor, torch.Tensor, _Parameter)
+
+
+def count_changes(tensors: list[torch.Tensor]) -> None:
+    """Count a change of each of them, as PyTorch's kernels for lists do, which the dispatcher leaves that to.
+
+    Raises:
+        RuntimeError: one is a tensor of inference, which nothing outside of that mode changes; in PyTorch's words.
+    """
+    if not _infers() and any(map(_is_of_inference, tensors)):
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed."
+            "You can make a clone to get a normal tensor before doing inplace update."
+            "See https://github.com/pytorch/rfcs/pull/17 for more details."
+        )
+    increment_version(tensors)
 
 
 def _is_plain_subclass(a: torch.Tensor) -> bool:
@@ -275,7 +291,7 @@ def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
         else:
             results.append(output.value)
     if entry.nothing and call.info.for_each:
-        increment_version(call.args[0])
+        count_changes(call.args[0])
     if entry.changed:
         _record_change(call, entry, command)
     else:

@@ -66,8 +66,10 @@ def _cpu_choice(
     Args:
         enabled: whether the math form and the fused kernel may be chosen; PyTorch looks at that by itself.
     """
-    q, k, v = (torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype) for meta in (query, key, value))
-    m = None if mask is None else torch.empty_strided(mask.size, mask.stride, dtype=mask.dtype)
+    q, k, v = (
+        torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="cpu") for meta in (query, key, value)
+    )
+    m = None if mask is None else torch.empty_strided(mask.size, mask.stride, dtype=mask.dtype, device="cpu")
     if m is not None and mask_grad:
         m.requires_grad_()
     return int(choose_attention(q, k, v, m, dropout, causal, enable_gqa=gqa))
@@ -110,6 +112,20 @@ def _hint(n: int | torch.SymInt) -> int:
     return n.node.hint if isinstance(n, torch.SymInt) else n
 
 
+def _check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse what PyTorch refuses before it chooses a kernel, in its words: some kernels would take it."""
+    if not query.dtype is key.dtype is value.dtype:
+        raise RuntimeError(
+            f"Expected query, key, and value to have the same dtype, but got query.dtype: {query.dtype} key.dtype: "
+            f"{key.dtype} and value.dtype: {value.dtype} instead."
+        )
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise RuntimeError(
+            f"Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: {query.dim()} "
+            f"key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -122,6 +138,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` for remote tensors; see there for shapes."""
+    _check_inputs(query, key, value)
     mask = attn_mask
     device = DEVICES.of(query.device)
     inputs = (query, key, value) if mask is None else (query, key, value, mask)

@@ -99,7 +99,9 @@ def _copy_(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     """`dst.copy_(src)` between any two places."""
     target, source = args[:2]
     if not isinstance(source, torch.Tensor):  # a number, which PyTorch wraps in a tensor for other devices
-        return _copy_within(info, target, torch.scalar_tensor(source, dtype=_DTYPES_OF_NUMBERS[type(source)]))
+        return _copy_within(
+            info, target, torch.scalar_tensor(source, dtype=_DTYPES_OF_NUMBERS[type(source)], device="cpu")
+        )
     if type(target) is RemoteTensor and type(source) is RemoteTensor:
         device = target._sky.device
         if source._sky.device is not device:
@@ -150,7 +152,7 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
     # Only this tensor and this name hold it, so it has no views whose changes would go unseen.
     if not handle.meta.size and handle.root is None and sys.getrefcount(handle) == _ALONE:
         try:
-            known_values.know(handle, torch.tensor(value, dtype=dtype))
+            known_values.know(handle, torch.tensor(value, dtype=dtype, device="cpu"))
         except (RuntimeError, OverflowError) as error:
             if raised_by_handler(error):
                 raise

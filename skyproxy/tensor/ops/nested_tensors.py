@@ -381,7 +381,7 @@ class _Differentiated(torch.autograd.Function):
 
 
 def _numbers(rows: object) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 _ANSWERS: dict[str, Callable[..., object]] = {

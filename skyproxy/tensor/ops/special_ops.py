@@ -18,6 +18,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_view
 from skyproxy.tensor.core.torch_private import (
     DispatchKey,
     OpOverload,
+    SetExcludedKey,
     all_op_names,
     checks_sparse_invariants,
     count_dispatch_modes,
@@ -39,6 +40,9 @@ aten = torch.ops.aten
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _has_kernel = has_kernel
 _COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
+_VIEWS_AND_CHANGES = DispatchKey.ADInplaceOrView
+_ExclusionOf = SetExcludedKey
+_in_inference_mode = torch.is_inference_mode_enabled
 
 
 @implements("composite")
@@ -46,7 +50,17 @@ def _divide(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: di
     """Decompose a composite that arrived whole, as they do below autograd and in inference mode.
 
     By PyTorch's own kernel where there is one: the decompositions in Python are for compilers, and round otherwise.
+    Where tensors or the mode are for inference, nothing above has divided it: its parts are what counts changes, notes
+    what is a view of what, and refuses to change tensors of inference elsewhere. `narrow` and `chunk` do so as a whole.
     """
+    inference = _in_inference_mode() or any(isinstance(a, torch.Tensor) and a.is_inference() for a in args)
+    if inference and not _has_kernel(info.name, "ADInplaceOrView"):
+        with _ExclusionOf(_VIEWS_AND_CHANGES, False):
+            return _parts_of(info, func, args, kwargs)
+    return _parts_of(info, func, args, kwargs)
+
+
+def _parts_of(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     if _has_kernel(info.name, "CompositeImplicitAutograd"):
         return func._op_dk(_COMPOSITE, *args, **kwargs)
     return func.decompose(*args, **kwargs)
@@ -99,6 +113,12 @@ def _detach(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: di
         return run(BoundCall(info, args, kwargs))
     handle.is_shared = True
     return make_view(handle.meta, handle, tensor)
+
+
+@implements("aten::_fw_primal", "aten::_make_dual")
+def _undifferentiated(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The value without its tangent, in inference mode: elsewhere autograd answers these itself."""
+    return torch.ops.aten.alias.default(args[0])
 
 
 @implements("aten::is_same_size")
@@ -387,7 +407,7 @@ def _pack_padded_sequence(
     if type(lengths) is RemoteTensor:
         lengths = lengths.cpu()
     first, second = padded.shape[:2]
-    rows, batch_sizes = func(torch.arange(first * second).view(first, second, 1), lengths, batch_first)
+    rows, batch_sizes = func(torch.arange(first * second, device="cpu").view(first, second, 1), lengths, batch_first)
     places = upload(rows.flatten(), padded._sky.device)
     return padded.reshape(first * second, *padded.shape[2:]).index_select(0, places), batch_sizes
 

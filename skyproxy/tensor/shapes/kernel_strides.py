@@ -37,6 +37,12 @@ _ROW_MAJOR: Strides = ()
 _POSITIONS = frozenset({torch.int64, torch.int32})
 _REVERSED = frozenset({"aten::rsub.Tensor", "aten::threshold_backward"})
 """Ops whose kernels iterate over their operands in the other order."""
+_TAKE_NUMBERS_AS_TENSORS = frozenset({"add", "sub", "mul", "div"})
+_ELEMENTWISE_ON_LISTS = _TAKE_NUMBERS_AS_TENSORS | frozenset(
+    {"maximum", "minimum", "clamp_min", "clamp_max", "pow", "ceil", "exp", "floor", "neg"}
+    | {"reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "trunc"}
+)
+"""Ops on lists, `_foreach_` of these, whose results are laid out as those of the same op on each place."""
 _TAKES_NUMBER_AS_TENSOR = frozenset({"Scalar", "Scalar_mode", "Scalar_Other", "Scalar_Self"})
 
 
@@ -86,6 +92,25 @@ def corrected(
     ]
 
 
+def corrected_lists(op: OpOverload, args: Sequence[object], items: list[Meta]) -> list[Meta]:
+    """The same for an elementwise op on lists, of which each place is an op of its own.
+
+    Args:
+        args: of the call, with a `Meta` for each tensor.
+        items: what fake tensors say of the results.
+    """
+    packet = op._schema.name.removeprefix("aten::_foreach_")
+    lists = [a for a in args if isinstance(a, list) and a and isinstance(a[0], Meta)]
+    if packet not in _ELEMENTWISE_ON_LISTS or any(len(a) != len(items) for a in lists):
+        return items
+    number = [0] if packet in _TAKE_NUMBERS_AS_TENSORS and len(lists) < len(args) else []
+    found = []
+    for place, meta in zip(zip(*lists), items):
+        look = elementwise([*place, *number], _common_dtype(list(place), meta)) if meta.plain else None
+        found.append(_with_stride(meta, look[1]) if look is not None and look[0] == meta.size else meta)
+    return found
+
+
 def _with_stride(meta: Meta, stride: tuple[int, ...]) -> Meta:
     if len(stride) not in (0, len(meta.size)):
         return meta
@@ -129,7 +154,8 @@ def _copy(a: Meta, *args: object, memory_format: torch.memory_format | None = No
 
 @_corrects(
     "sum.dim_IntList mean.dim prod.dim_int amax amin any.dim all.dim argmax argmin nansum logsumexp max.dim min.dim "
-    "linalg_vector_norm var.correction std.correction norm.ScalarOpt_dim mvlgamma log_sigmoid_forward "
+    "linalg_vector_norm var.correction std.correction var_mean.correction std_mean.correction norm.ScalarOpt_dim "
+    "mvlgamma log_sigmoid_forward "
     "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index "
     "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor pow.Scalar index_add index_copy huber_loss_backward "
     "isin.Tensor_Tensor isin.Tensor_Scalar grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d "
@@ -144,7 +170,7 @@ def _row_major(*args: object, **kwargs: object) -> list[Strides]:
 @_corrects(
     "flip _conj_physical nan_to_num hardtanh frexp.Tensor sort sort.stable _prelu_kernel "
     "_unsafe_masked_index_put_accumulate rad2deg deg2rad fill.Scalar fill.Tensor index_put _unsafe_index_put "
-    "log_sigmoid_backward"
+    "log_sigmoid_backward index_fill.int_Scalar index_fill.int_Tensor"
 )
 def _preserved_strides(a: Meta, *args: object, **kwargs: object) -> list[Strides]:
     return [preserved_stride(a.size, a.stride)] * 2
@@ -361,7 +387,7 @@ def _convolution_backward(
     """
     if len(weight.size) != 4 or not suggests_channels_last(a.size, a.stride):
         return []
-    images, weights = (torch.empty((), dtype=meta.dtype).expand(meta.size) for meta in (a, weight))
+    images, weights = (torch.empty((), dtype=meta.dtype, device="cpu").expand(meta.size) for meta in (a, weight))
     if not is_plain_convolution(images, weights, None, stride, padding, dilation, *rest[:3], biases):
         return []
     if not is_channels_last(weight.size, weight.stride):

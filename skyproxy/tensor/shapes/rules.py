@@ -448,7 +448,12 @@ def _arange(
         start, end = 0, start
     numbers = (start, end, step)
     known = options.get("layout") in (None, torch.strided) and not options.keys() - {"layout", "device", "pin_memory"}
-    if not known or not all(type(n) in (int, float) for n in numbers) or step == 0 or (end - start) * step < 0:
+    if (
+        not known
+        or not all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
+        or step == 0
+        or (end - start) * step < 0
+    ):
         return None
     if all(type(n) is int for n in numbers):
         count = int(-((start - end) // step))

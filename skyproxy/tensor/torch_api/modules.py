@@ -76,12 +76,12 @@ class DeviceMove:
 
     def _lazy(self, tensor: Any) -> torch.Tensor:
         """There is nothing to move yet: the tensor only remembers where it will be, and in which dtype."""
-        example = self.function(torch.empty(0, dtype=tensor.data.dtype))
+        example = self.function(torch.empty(0, dtype=tensor.data.dtype, device="cpu"))
         tensor.__dict__.pop("_sky_place", None)
         if type(example) is not RemoteTensor:
             return self.function(tensor)
         tensor._sky_place = example.device
-        tensor.data = torch.empty(0, dtype=example.dtype)
+        tensor.data = torch.empty(0, dtype=example.dtype, device="cpu")
         return tensor  # type: ignore[no-any-return]
 
     def _exchange(self, parameter: torch.nn.Parameter, result: torch.Tensor) -> bool:

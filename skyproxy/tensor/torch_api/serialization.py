@@ -140,7 +140,7 @@ def _rebuild_in_process(values: bytearray, location: str) -> SkyStorage:
     Raises:
         SkyproxyError: the device does not exist in this process, or belongs to the process that it was forked from.
     """
-    here = torch.frombuffer(values, dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
+    here = torch.frombuffer(values, dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8, device="cpu")
     return storage_from_bytes(here.untyped_storage(), DEVICES.of(location))
 
 
@@ -193,7 +193,8 @@ def _copy_tensor(tensor: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
     if meta.layout is not torch.strided:
         return tensor.clone()  # type: ignore[return-value]
     memory, copies = memory_of(tensor._sky), memo.setdefault("torch", {})
-    if memory.key not in copies and meta.plain and tensor.numel() * meta.dtype.itemsize == memory.byte_count:
+    whole = meta.offset == 0 and tensor.numel() * meta.dtype.itemsize == memory.byte_count
+    if memory.key not in copies and meta.plain and whole:
         result = tensor.clone()
         if result.stride() == tensor.stride():  # the common case, a whole storage: one op
             copies[memory.key] = result.untyped_storage()

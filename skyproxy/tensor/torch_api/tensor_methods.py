@@ -138,12 +138,12 @@ def _get_data(self: torch.Tensor) -> torch.Tensor:
 
 def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
     """`p.data = q`: p shares q's storage, and keeps its identity, its gradient and its history."""
-    if type(value) is RemoteTensor and type(self) is RemoteTensor:
+    if isinstance(value, RemoteTensor) and isinstance(self, RemoteTensor):
         if value is self:
             return  # as `Module._apply` does for parameters that have moved
         # An alias of its own: what changes the shape of q in place later on is not to change p's.
         adopt(self, value.detach()._sky)  # type: ignore[attr-defined]
-    elif type(value) is RemoteTensor or type(self) is RemoteTensor:
+    elif isinstance(value, RemoteTensor) or isinstance(self, RemoteTensor):
         _move_data(self, value)
     else:
         TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]

@@ -150,3 +150,19 @@ def test_the_math_form_is_a_view_where_that_of_the_cpu_is(shape: tuple[int, ...]
     if theirs._is_view() and theirs._base is not None:
         assert ours._base is not None
         assert ours._base.shape == theirs._base.shape
+
+
+@pytest.mark.parametrize("shapes", [((), (), ()), ((1,), (1,), (1,)), ((1, 1), (1, 1), (1,))], ids=str)
+def test_fewer_than_two_dimensions_are_refused_in_pytorchs_words(
+    shapes: tuple[tuple[int, ...], ...], sky1: str
+) -> None:
+    for device in ("cpu", sky1):
+        with pytest.raises(RuntimeError, match="at least 2 dimensional"):
+            scaled_dot_product_attention(*(torch.ones(shape, device=device) for shape in shapes))
+
+
+def test_mixed_dtypes_are_refused_in_pytorchs_words(sky1: str) -> None:
+    for device in ("cpu", sky1):
+        x = torch.ones(1, 1, device=device)
+        with pytest.raises(RuntimeError, match="to have the same dtype"):
+            scaled_dot_product_attention(x, x, x.double())

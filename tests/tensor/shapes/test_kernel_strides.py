@@ -208,3 +208,34 @@ def test_images_that_are_resized_lie_as_on_the_cpu(mode: str, size: tuple[int, .
         expected = torch.nn.functional.interpolate(image, size=area, mode=mode)
         assert found.stride() == expected.stride(), (image.stride(), area)
         assert torch.equal(found.cpu(), expected)
+
+
+GAPS: dict[str, Layout] = {
+    "idle strides": lambda x: x.view(2, 3, 4, 1).as_strided((2, 3, 4, 1), (12, 1, 3, 12)),
+    "windows": lambda x: x.view(2, 3, 4).unfold(0, 1, 1),
+    "gaps": lambda x: x.as_strided((2, 2, 2), (2, 8, 4)),
+    "nothing": lambda x: x.as_strided((2, 0, 2), (2, 8, 4)),
+}
+FRESH: dict[str, Callable[[torch.Tensor], Any]] = {
+    "index_fill": lambda x: x.index_fill(0, torch.tensor([0], device=x.device), 1),
+    "var_mean": lambda x: torch.var_mean(x.float(), dim=1, keepdim=True),
+    "list and numbers": lambda x: torch._foreach_maximum([x, x], [2, 1]),
+    "list and number": lambda x: torch._foreach_add([x], 2),
+    "lists": lambda x: torch._foreach_mul([x], [x.transpose(0, 1).contiguous().transpose(0, 1)]),
+    "unary on lists": lambda x: torch._foreach_neg([x]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:var_mean")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.complex64])
+@pytest.mark.parametrize("layout", GAPS)
+@pytest.mark.parametrize("name", FRESH)
+def test_fresh_results_of_gapped_and_empty_tensors_lie_as_on_the_cpu(
+    name: str, layout: str, dtype: torch.dtype, sky1: str
+) -> None:
+    if dtype.is_complex and name in ("var_mean", "list and numbers"):
+        return  # refused, or another value
+    x = torch.arange(24.0).to(dtype)
+    found, expected = FRESH[name](GAPS[layout](x.to(sky1))), FRESH[name](GAPS[layout](x))
+    for ours, theirs in zip(*([r] if isinstance(r, torch.Tensor) else r for r in (found, expected)), strict=True):
+        assert ours.stride() == theirs.stride()

@@ -147,3 +147,12 @@ def test_a_class_that_handles_operations_itself_is_refused(sky1: str) -> None:
 
     with pytest.raises(TypeError, match="cannot be a Own, which has its own __torch_dispatch__"):
         torch.ones(1, device=sky1).as_subclass(Own)
+
+
+def test_data_of_another_class_leaves_the_class(sky1: str) -> None:
+    x, plain = torch.ones(3, device=sky1).as_subclass(Counted), torch.zeros(2, device=sky1)
+    x.data, plain.data = plain, x.detach()
+    assert isinstance(x, Counted)
+    assert not isinstance(plain, Counted)
+    assert x.as_subclass(torch.Tensor).tolist() == [0, 0]
+    assert plain.tolist() == [1, 1, 1]
