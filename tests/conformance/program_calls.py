@@ -279,7 +279,9 @@ REDUCTIONS: dict[str, Call] = {
             lambda: [int(v) for v in x],
         )()
     ),
-    "numpy": lambda d, x, y, z: torch.from_numpy(x.detach().cpu().numpy().copy()).to(d.device),
+    "numpy": lambda d, x, y, z: torch.from_numpy(x.detach().resolve_neg().resolve_conj().cpu().numpy().copy()).to(
+        d.device
+    ),
 }
 
 
@@ -323,6 +325,7 @@ def _classes(d: Draws, x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _attention(d: Draws, x: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
+    x, y = (t if t.is_floating_point() else t.abs().float() for t in (x, y))
     return F.scaled_dot_product_attention(x, d.one(x, y), x, is_causal=d.chance(0.5))
 
 

@@ -218,6 +218,11 @@ class Comparison:
         theirs.keep(step, expected)
         for number, row in enumerate(apart):
             self._apart[(step.target + number) % SLOTS] = row
+        if step.name.startswith("out"):  # which may have been resized: how much memory is kept then is PyTorch's affair
+            self._apart = [
+                {**row, "bytes": counts_apart(a, b).get("bytes", 0)}
+                for row, a, b in zip(self._apart, ours.pool, theirs.pool)
+            ]
         if heard:  # what was begun counts as a change, also in graphs
             for side in (ours, theirs):
                 side.pool = [x.detach() if x.grad_fn is not None else x for x in side.pool]

@@ -64,6 +64,8 @@ def _one_hot(classes: torch.Tensor, count: int = -1) -> object:
     """
     if type(classes) is not RemoteTensor or _modes() or _function_transforms() is not None:
         return aten.one_hot.default._op_dk(_COMPOSITE, classes, count)
+    if classes.dtype is not torch.int64:
+        raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
     if count == -1:
         if not classes.numel():
             raise RuntimeError("Can not infer total number of classes from empty tensor.")

@@ -25,6 +25,9 @@ def set_(self: RemoteTensor, *args: object, **kwargs: object) -> RemoteTensor:
         value = _empty_like(self)
     else:
         value = _value_to_set(self, source, args, kwargs)
+    whole = source if len(args) + len(kwargs) == 1 else None
+    if isinstance(whole, torch.Tensor) and whole.requires_grad and torch.is_grad_enabled():
+        value.requires_grad_()  # the tensor gets a history then, which has no derivative
     value.__dict__["_is_to_be_taken_over"] = True
     # Autograd comes first, and counts versions; then it calls `_set_op`.
     return TensorBase.set_(self, value)  # type: ignore[call-overload,no-any-return]
@@ -62,7 +65,8 @@ def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> An
 
 
 def _empty_like(self: torch.Tensor) -> torch.Tensor:
-    return _with_bits_of(self, torch.empty(0, dtype=self.dtype, device=self.device))
+    stride = self.stride() if self.shape == (0,) else (1,)  # PyTorch changes nothing of one that has this size
+    return _with_bits_of(self, torch.empty_strided((0,), stride, dtype=self.dtype, device=self.device))
 
 
 def _view_like(self: torch.Tensor, root: Handle, meta: Meta) -> torch.Tensor:

@@ -116,7 +116,9 @@ def _detach(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: di
 
 
 @implements("aten::_fw_primal", "aten::_make_dual")
-def _undifferentiated(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _value_without_tangent(
+    info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """The value without its tangent, in inference mode: elsewhere autograd answers these itself."""
     return torch.ops.aten.alias.default(args[0])
 

@@ -185,7 +185,9 @@ def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dty
         return higher
     if higher.is_floating_point:
         return higher.to_complex() if lower.is_complex else higher
-    if higher is torch.bool or lower.is_floating_point or lower.is_complex:
+    if lower.is_complex:
+        return lower  # without promotion, which unsigned integers have none of
+    if higher is torch.bool or lower.is_floating_point:
         return promoted(higher, lower)
     return higher
 

@@ -101,7 +101,8 @@ def corrected_lists(op: OpOverload, args: Sequence[object], items: list[Meta]) -
     """
     packet = op._schema.name.removeprefix("aten::_foreach_")
     lists = [a for a in args if isinstance(a, list) and a and isinstance(a[0], Meta)]
-    if packet not in _ELEMENTWISE_ON_LISTS or any(len(a) != len(items) for a in lists):
+    known = packet in _ELEMENTWISE_ON_LISTS or (packet == "abs" and not any(a.dtype.is_complex for a in lists[0]))
+    if not known or any(len(a) != len(items) for a in lists):
         return items
     number = [0] if packet in _TAKE_NUMBERS_AS_TENSORS and len(lists) < len(args) else []
     found = []
@@ -161,7 +162,7 @@ def _copy(a: Meta, *args: object, memory_format: torch.memory_format | None = No
     "isin.Tensor_Tensor isin.Tensor_Scalar grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d "
     "grid_sampler_3d_backward "
     "smooth_l1_loss_backward mse_loss_backward native_layer_norm native_layer_norm_backward col2im renorm tril triu "
-    "softmax.int log_softmax.int nll_loss2d_forward"
+    "softmax.int log_softmax.int nll_loss2d_forward diag_embed"
 )
 def _row_major(*args: object, **kwargs: object) -> list[Strides]:
     return [_ROW_MAJOR] * 3

@@ -153,3 +153,9 @@ def test_one_hot_is_one_op_and_divided_for_those_who_look_at_the_parts(
     if size == (2, 3) and count > 0:
         rows = torch.func.vmap(lambda row: torch.nn.functional.one_hot(row, count))(remote)
         assert torch.equal(rows.cpu(), expected)
+
+
+def test_classes_that_are_no_whole_numbers_are_refused_in_pytorchs_words(sky: str) -> None:
+    for device in ("cpu", sky):
+        with pytest.raises(RuntimeError, match="index tensor of type LongTensor"):
+            torch.nn.functional.one_hot(torch.tensor([float("nan")], device=device))

@@ -56,3 +56,13 @@ def test_integers_are_fractions_in_an_order_without_gaps_before_a_function_of_fr
     for idle in (1, 2, 3, 5, 9, 27, 100):
         for size, stride in (((1, 1, 3, 3, 2), (27, idle, 9, 3, 1)), ((2, 1, 3), (20, idle, 2)), ((1, 4), (idle, 3))):
             assert mismatch(name, (memory.as_strided(size, stride),), {}) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.int32, torch.bool])
+def test_complex_numbers_go_with_integers_that_nothing_else_is_promoted_with(dtype: torch.dtype, sky1: str) -> None:
+    x = torch.ones(2, dtype=dtype)
+    for number in (1j, torch.tensor(1j)):
+        for compute in (torch.add, torch.mul, torch.ne, torch.pow):
+            found, expected = compute(x.to(sky1), number), compute(x, number)
+            assert found.dtype is expected.dtype
+            assert torch.equal(found.cpu(), expected)
