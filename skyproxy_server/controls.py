@@ -224,7 +224,7 @@ class Graph:
 def differentiated(session: SessionState, slot: int, leaves: list[int], command: list[Any]) -> None:
     """Run one op on nested tensors with autograd; `slot` keeps its graph, for the values in the slots `leaves`."""
     signature = session.ops.signatures.get(command[0]) if command else None
-    if signature is None or signature.written_slots(command, 0):
+    if signature is None or signature.hides_writes or signature.written_slots(command, 0):
         raise ProtocolError("only an op that changes nothing is differentiated")
     values = {read: session.values.get(read) for read in signature.input_slots(command, 0)}
     parts = {leaf: values[leaf].detach().requires_grad_() for leaf in leaves}
@@ -287,7 +287,8 @@ def differentiate(session: SessionState, slot: int, gradients: list[int], wanted
 @_control
 def set_storage(session: SessionState, slot: int, source: int, offset: int, size: list[int], stride: list[int]) -> None:
     """`Tensor.set_` with the storage of another slot's tensor."""
-    target, base = session.values.get(slot, writes=True, sizes=False), session.values.get(source, sizes=False)
+    # The source's memory moves where it must grow, so nobody may be reading it.
+    target, base = (session.values.get(place, writes=True, sizes=False) for place in (slot, source))
     former = base.untyped_storage().nbytes()
     target.set_(base.untyped_storage(), offset, size, stride)
     clear_from(target, former)
@@ -297,8 +298,8 @@ def set_storage(session: SessionState, slot: int, source: int, offset: int, size
 def view_storage(
     session: SessionState, slot: int, source: int, dtype: str, offset: int, size: list[int], stride: list[int]
 ) -> None:
-    """A new tensor on the storage of another slot's tensor."""
-    base = session.values.get(source, sizes=False)
+    """A new tensor on the storage of another slot's tensor, which moves where it must grow."""
+    base = session.values.get(source, writes=True, sizes=False)
     fresh = torch.empty(0, dtype=torch_codec.DTYPES[dtype], device=base.device)
     former = base.untyped_storage().nbytes()
     session.values.slots[slot] = fresh.set_(base.untyped_storage(), offset, size, stride)

@@ -57,6 +57,7 @@ class Signature:
         watch: what is done beyond running it; None as long as there is nothing.
         views: whether the op looks at no values: its result is another view of the same memory.
         reshapes: whether the op changes in place what a tensor looks like, and none of its values.
+        hides_writes: whether the op may move the memory of any of its inputs, whatever its schema says.
         fills_outs: whether the op writes to `out=` arguments, which it may resize.
         warns: whether its kernel has warned of something.
         is_forgotten: whether the client needs it no more.
@@ -81,6 +82,7 @@ class Signature:
         schema = overload._schema
         self._on_cpu = on_cpu
         self.views = name.partition(".")[0] in _VIEWS
+        self.hides_writes = name.partition(".")[0] == "aten::set_"  # the source's memory moves where it must grow
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
         self.reshapes = torch.Tag.inplace_view in overload.tags
         self.fills_outs = any(argument.is_out for argument in schema.arguments)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from skyproxy import torch_codec
+from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
 from skyproxy_server.executor import Executor
@@ -107,6 +108,37 @@ def test_a_graph_that_hides_what_it_writes_waits_for_who_reads_that_memory(worke
     worker.run(graph, 1, 2)
     assert seen == [[1, 1, 1]]
     assert isinstance(worker.executor.state.values.slots[2], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "moving",
+    [
+        [commands.DO, "view_storage", [5, 1, "float32", 0, [5000], [1]]],
+        [commands.DO, "set_storage", [2, 1, 0, [5000], [1]]],
+        [commands.DO, "resize_storage", [1, 20000]],
+        [OTHER, 2, 1, 0, [5000], [1], 5],
+        [GROW, 1, [5000], 5],
+    ],
+)
+def test_memory_that_a_transfer_reads_is_not_moved(worker: Worker, moving: list[Any]) -> None:
+    set_, seen = ["aten::set_.source_Tensor_storage_offset", ["t", "t", "v", "v", "v"], {}, ["n"]], []
+    worker.run(commands.DEFINE, OTHER, set_, ONES, [3], 1, ONES, [3], 2)
+    tensor = worker.executor.state.values.slots[1]
+    assert isinstance(tensor, torch.Tensor)
+    place = tensor.untyped_storage().data_ptr()
+    leaving = Gate(None, lambda: False, lambda: seen.append(tensor.untyped_storage().data_ptr()), blocks_reads=False)
+    worker.executor.state.values.gates.close(tensor, leaving)
+    worker.run(*moving)
+    assert seen == [place]
+    assert tensor.untyped_storage().nbytes() == 20000
+
+
+def test_a_graph_that_writes_is_not_differentiated(worker: Worker) -> None:
+    fields = {"nodes": [["aten::resize_", [["node", 0], ["", [HUGE]]], {}]], "outputs": [1], "writes": []}
+    worker.run(commands.DEFINE, OTHER, ["sky::compiled", ["t"], fields, ["n"]], ONES, [3], 1)
+    with pytest.raises(ProtocolError, match="changes nothing"):
+        worker.run(commands.DO, "differentiated", [9, [1], [OTHER, 1, 2]])
+    assert sizes_fit(worker.executor)
 
 
 def test_memory_that_is_made_small_and_large_again_hides_no_sizes(worker: Worker) -> None:

@@ -182,3 +182,16 @@ def test_a_state_that_is_no_bytes_takes_no_memory(sessions: tuple[Session, Sessi
     session, _ = sessions
     with pytest.raises(ProtocolError, match="is bytes, not"):
         session.do("set_random_state", CPU, state)
+
+
+def test_a_function_draws_up_to_states_that_a_generator_can_have(sessions: tuple[Session, Session]) -> None:
+    session, _ = sessions
+    random = session.executor.state.random
+    session.draw()
+    before = random.states()
+    [(key, state)] = before.items()
+    impossible = bytearray(state.numpy().tobytes())
+    struct.pack_into("=QiiQ", impossible, 0, 5, 624, 1, 624)
+    with pytest.raises(RuntimeError, match="no random generator has"):
+        random.move_on(before, {key: torch.frombuffer(impossible, dtype=torch.uint8)})
+    assert torch.equal(random.states()[key], state)
