@@ -129,7 +129,12 @@ def restore_look(value: object, description: Description, *, allowed: bool) -> b
 
 
 def needed_bytes(tensor: torch.Tensor) -> int:
-    """The bytes that a strided tensor's storage must have for its sizes."""
+    """The bytes that the storage of a strided tensor, nested or not, must have for its sizes."""
+    if tensor.is_nested:
+        sizes, strides = tensor._nested_tensor_size().tolist(), tensor._nested_tensor_strides().tolist()
+        parts = zip(sizes, strides, tensor._nested_tensor_storage_offsets().tolist(), strict=True)
+        extents = [torch_codec.storage_extent(tuple(size), tuple(stride), offset) for size, stride, offset in parts]
+        return max(extents, default=0) * tensor.element_size()
     extent = torch_codec.storage_extent(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
     return extent * tensor.element_size()
 

@@ -181,3 +181,13 @@ def test_a_failed_change_of_a_list_closes_each_of_its_storages() -> None:
     for tensor in tensors:
         with pytest.raises(PoisonedError):
             gates.wait_until_usable([tensor], [])
+
+
+def test_a_nested_tensor_whose_memory_was_made_smaller_is_refused_in_words() -> None:
+    gates, nested = Gates(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    gates.note_memory(nested)
+    assert not gates
+    nested.untyped_storage().resize_(0)
+    gates.note_memory(nested)
+    with pytest.raises(RuntimeError, match="needs 20"):
+        gates.wait_until_usable([nested], [])

@@ -69,6 +69,13 @@ def test_another_look_is_refused(description: Description, allowed: bool) -> Non
     assert value.shape == (4,)
 
 
+def test_the_memory_that_a_tensor_needs_reaches_to_its_last_element() -> None:
+    assert layouts.needed_bytes(torch.ones(3, 4)[1:, 1:]) == 12 * 4
+    assert layouts.needed_bytes(torch.ones(0, 4)) == 0
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    assert layouts.needed_bytes(nested) == nested.untyped_storage().nbytes() == 9 * 4
+
+
 def test_a_tensor_is_packed_without_gaps_and_lazy_bits() -> None:
     gaps = torch.arange(8.0)[::2]
     assert layouts.packed(gaps).stride() == (1,)
