@@ -37,6 +37,7 @@ from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, ne
 Object = dict[str, Any]
 
 MAX_BACKOFF_SECONDS = 300
+_DELETED = Cause("Deleted", "The Compute is being deleted.")
 _LOOK_AGAIN_SECONDS = 15.0
 """While pods are on their way: what keeps a volume from being mounted is told by events, which we do not watch."""
 
@@ -95,6 +96,9 @@ def refuse(observed: ObservedState, problem: str) -> Plan:
     carried = state.past(observed.compute.get("status") or {})
     cause = Cause("InvalidSpec", problem, actionable=True)
     verdict = state.Verdict(state.FAILED, False, cause, False, False, cause)
+    if "deletionTimestamp" in observed.compute["metadata"]:
+        leaving = sum(not has_ended(pod) for pod in owned_pods(observed))
+        verdict = state.judge_stopped(state.TERMINATING, _DELETED, leaving=leaving)
     pods = [pod for pod in owned_pods(observed) if node_of(pod) >= 0]
     new = state.build_status(observed.compute, verdict, observed.now, carried=carried, pods=pods)
     return Plan(new, announce=announcements(observed.compute.get("status") or {}, new))
@@ -158,7 +162,7 @@ class _Decision:
 
     def plan(self) -> Plan:
         if "deletionTimestamp" in self._compute["metadata"]:
-            return self._plan_stop(state.TERMINATING, Cause("Deleted", "The Compute is being deleted."), delete=())
+            return self._plan_stop(state.TERMINATING, _DELETED, delete=())
         if any(cause.reason == NAMESPACE_TERMINATING for cause in self._observed.refusals):
             return self._plan_stop(state.TERMINATING, namespace_cause(), delete=())
         if self._carried.get("endedFor") not in (None, current_key(self._compute)):
