@@ -103,6 +103,73 @@ def test_a_thread_that_cannot_start_costs_one_connection(listener: Listener, mon
     assert healthy(listener.port)
 
 
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def answers(port: int, request: bytes) -> list[tuple[bytes, bytes]]:
+    """The status line and the body of each answer on one connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        sock.sendall(request)
+        received = b""
+        while piece := sock.recv(4096):
+            received += piece
+    found = []
+    for answer in received.split(b"HTTP/1.1 ")[1:]:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"Cache-Control: no-store\r\nConnection: close" in head
+        found.append((head.split(b" ")[0], body))
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", ["/activity", "/metrics", "/status", "/ending", "/", "/ui/", "/jobs", "*", "/healthz/x"]
+)
+@pytest.mark.parametrize(
+    "form",
+    ["{}", "{}?healthz", "/{}", "/healthz/..{}", "/readyz%2f..{}", "http://localhost{}", "{}#/healthz", "{};x=1"],
+)
+def test_no_path_tells_a_stranger_more_than_life(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, path: str, form: str
+) -> None:
+    monkeypatch.setattr("skyproxy_server.upgrade._REFUSAL_SECONDS", 0.0)
+    head = f"GET {form.format(path)} HTTP/1.1\r\nHost: x\r\nOrigin: https://elsewhere\r\n\r\n"
+    [(status, body)] = answers(listener.port, head.encode())
+    assert (status, body) in {(b"401", b"wrong token\n"), (b"400", b"malformed request\n")}
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 40\r\n\r\nGET /activity HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /status HTTP/1.1\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /ending HTTP/1.1\r\nAuthorization: Bearer %s\r\n\r\n"
+        % TOKEN.encode(),
+    ],
+)
+def test_a_second_request_on_a_connection_is_not_answered(listener: Listener, request_of: bytes) -> None:
+    [(status, body)] = answers(listener.port, request_of)
+    assert (status, body) in {(b"200", b"alive\n"), (b"400", b"malformed request\n")}
+
+
+@pytest.mark.parametrize("verb", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "CONNECT", "get", "PRI"])
+def test_a_request_that_is_not_for_reading_is_refused_with_a_token_and_without(listener: Listener, verb: str) -> None:
+    for token in (TOKEN, "wrong"):
+        head = f"{verb} /ending HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
+        assert answers(listener.port, head.encode()) == [(b"400", b"this is a skyproxy worker\n")]
+
+
+@pytest.mark.parametrize(
+    "line", [b"a: " + b"x" * (17 << 10), b"x: y\r\n" * 3000, b"a: \x00", b"Authorization: Bearer \xff"]
+)
+def test_a_head_that_is_none_is_refused_in_short_words(listener: Listener, line: bytes) -> None:
+    [(status, body)] = answers(listener.port, b"GET /activity HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n\r\n")
+    assert (status, body) in {
+        (b"400", b"this is a skyproxy worker\n"),
+        (b"400", b"malformed request\n"),
+        (b"401", b"wrong token\n"),
+    }
+
+
 # --- frames ----------------------------------------------------------------------------------------------------------
 
 
