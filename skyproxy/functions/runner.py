@@ -276,6 +276,9 @@ class Runner:
             for call in begun:
                 call.cancel()  # Ctrl-C, perhaps before `submit` returned; nothing to do where the call has ended
             raise
+        finally:
+            call = None  # type: ignore[assignment]  # the traceback of an error holds this frame, and the call the error
+            begun.clear()
 
     async def execute(self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Runs a function and waits without blocking the event loop; see `Node.execute`."""

@@ -76,6 +76,7 @@ class PoolFuture(Future[T]):
 
     def fail(self, error: BaseException) -> None:
         """Sets the exception, unless somebody cancelled meanwhile."""
+        error.with_traceback(None)  # the frames of our threads hold the call, and with it the error
         with contextlib.suppress(InvalidStateError):
             self.set_exception(error)
         self._stop = self.before_wait = None
@@ -102,7 +103,10 @@ class PoolFuture(Future[T]):
         """
         if timeout is None:
             self.check_wait()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # the error's traceback would hold this frame, the frame the future, and that the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The exception, None if there is a result; waits for one of them. Raises as `result` does."""
@@ -123,6 +127,8 @@ class PoolFuture(Future[T]):
             if not self.done():
                 self.cancel()
             raise
+        finally:
+            del self  # as in `result`
 
     def __await__(self) -> Generator[Any, None, T]:
         # Cancelling the awaiting task cancels the call.

@@ -148,9 +148,19 @@ class GroupingMap:
         finally:
             for part in self._parts:
                 part.future.cancel()
+            # The traceback of an error holds our frames, and a future its error: no circle, which would wait for the
+            # collector with all that the error holds.
+            self._parts.clear()
+            part = None  # type: ignore[assignment]
 
     def _group_results(self, part: _Part) -> Iterator[object]:
         yield from self._yield_while_running(part)
+        try:
+            yield from self._rest_of_group(part)
+        finally:
+            part = None  # type: ignore[assignment]  # as in `_results`
+
+    def _rest_of_group(self, part: _Part) -> Iterator[object]:
         error = part.future.exception()
         if isinstance(error, SessionLostError):
             raise error
@@ -160,7 +170,12 @@ class GroupingMap:
             if error is None:
                 self._give_out(part)
             yield from values
-        reply = part.future.wait()  # which raises the error
+        if error is not None:
+            try:
+                raise error.with_traceback(None)
+            finally:
+                part = error = None  # type: ignore[assignment]
+        reply = part.future.wait()
         values, begun, has_more, seconds = _check_reply(reply, part)
         self._parts.popleft()
         self._insert(part.calls[begun:])

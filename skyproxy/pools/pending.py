@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import numbers
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, TypeVarTuple, overload
@@ -86,9 +87,10 @@ class PendingCompute(NotAValue, Generic[T_co]):
             print(square(3).with_timeout(60) >> pool)
             ```
         """
-        if seconds <= 0:
+        given: object = seconds
+        if not isinstance(given, numbers.Real) or not seconds > 0:
             raise ConfigurationError(
-                f"with_timeout({seconds}): a call needs some time. Use a number of seconds above 0."
+                f"with_timeout({seconds!r}): a call needs some time. Use a number of seconds above 0."
             )
         return self._with_options(timeout_seconds=float(seconds))
 

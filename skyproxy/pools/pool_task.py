@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -19,6 +21,11 @@ from skyproxy.pools.running import not_running_text
 if TYPE_CHECKING:
     from skyproxy.functions import Payload
     from skyproxy.functions.call import Call
+
+logger = logging.getLogger("skyproxy")
+
+_PATIENCE_SECONDS = 10.0
+"""The time that a call waits for processes with streams which nobody reads, until that is said."""
 
 
 class PoolTask:
@@ -61,12 +68,14 @@ class StreamItems:
 
     Attributes:
         reader: who took the last item, and has not asked for the next one.
+        taken: the number of items that were taken.
     """
 
     def __init__(self, items: Iterator[object], end: Callable[[], None]) -> None:
         self._items = items
         self._end: Callable[[], None] | None = end
         self.reader: object = None
+        self.taken = 0
 
     def __iter__(self) -> StreamItems:
         return self
@@ -81,6 +90,7 @@ class StreamItems:
             self.close()
             raise
         self.reader = current_caller()
+        self.taken += 1
         return item
 
     @property
@@ -96,6 +106,31 @@ class StreamItems:
 
     def __del__(self) -> None:
         self.close()
+
+
+def warn_if_nobody_reads(task: PoolTask, streams: list[StreamItems]) -> None:
+    """Say so where a call waits for processes that streams hold, and nobody takes anything of these for a while.
+
+    It is no error: another thread may be about to read them.
+    """
+    before = [(weakref.ref(stream), stream.taken) for stream in streams]
+
+    def look() -> None:
+        left = [(stream(), taken) for stream, taken in before]
+        if task.running is not None or task.future.done():
+            return
+        if all(stream is not None and not stream.has_ended and stream.taken == taken for stream, taken in left):
+            logger.warning(
+                "skyproxy: %s waits for a process, and all of them are held by streams of which nobody has taken an "
+                "item for %g s. Take their items, list(...), or drop them; or let a process run more calls at a time, "
+                "Compute(concurrency=...).",
+                task.name,
+                _PATIENCE_SECONDS,
+            )
+
+    timer = threading.Timer(_PATIENCE_SECONDS, look)
+    timer.daemon = True
+    timer.start()
 
 
 def current_caller() -> object:
@@ -115,3 +150,13 @@ def closed_error() -> ConfigurationError:
 def lost_rank(task: PoolTask) -> SessionLostError:
     """The error for a call that only one process could run, which is gone."""
     return SessionLostError(f"rank {task.pinned} was lost while {task.name} waited for it.")
+
+
+def endless_wait(task: PoolTask, ranks: list[int]) -> ConfigurationError:
+    """Return the error for a call that waits for these ranks, or the pool's only process, which its waiter holds."""
+    where = f"rank {', '.join(map(str, ranks))}" if ranks else "the pool's only process"
+    return ConfigurationError(
+        f"{task.name} would wait forever: {where} is busy with a stream that this program reads, and that goes on only "
+        "when this wait is over. Take its items first: list(...); or let a process run more calls at a time, "
+        "Compute(concurrency=2), or the pool have more of them."
+    )

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from skyproxy import telemetry
 from skyproxy.errors import ConfigurationError, LimitExceededError, SessionLostError
+from skyproxy.pools import pool_task
 from skyproxy.pools.broadcasts import Broadcasts
 from skyproxy.pools.call_options import CallOptions, Retry, refuse_restarts
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute
-from skyproxy.pools.pool_task import PoolTask, StreamItems, closed_error, current_caller, lost_rank
+from skyproxy.pools.pool_task import PoolTask, StreamItems, current_caller
 from skyproxy.pools.slots import ProcessSlots, Slot
 from skyproxy.pools.tasks import as_task
 from skyproxy.runtime.call_groups import GroupTask
@@ -221,17 +222,14 @@ class Scheduler:
             if task.pinned is None and len(self._slots) < self._max_processes:
                 return  # another process will come
             slots = [slot for slot in self._slots if task.pinned in (None, slot.rank)]
-            for slot in slots:
-                if sum(stream.reader == reader for stream in slot.streams) < self._slots.concurrency:
-                    return
-            alone = len(self._slots) == 1
-        where = "the pool's only process" if alone else f"rank {', '.join(str(slot.rank) for slot in slots)}"
+            most = self._slots.concurrency
+            if any(sum(stream.reader == reader for stream in slot.streams) < most for slot in slots):
+                if all(len(slot.streams) >= most for slot in slots):  # others may read them, or nobody
+                    pool_task.warn_if_nobody_reads(task, [stream for slot in slots for stream in slot.streams])
+                return
+            ranks = [] if len(self._slots) == 1 else [slot.rank for slot in slots]
         task.future.cancel()
-        raise ConfigurationError(
-            f"{task.name} would wait forever: {where} is busy with a stream that this program reads, and that goes on "
-            "only when this wait is over. Take its items first: list(...); or let a process run more calls at "
-            "a time, Compute(concurrency=2), or the pool have more of them."
-        )
+        raise pool_task.endless_wait(task, ranks)
 
     def _enqueue(self, task: PoolTask, first: bool = False) -> None:
         """Has a task wait; with the lock held."""
@@ -402,9 +400,9 @@ class Scheduler:
             self._release(task)
             task.running = None
             if self._closed:
-                error = closed_error()
+                error = pool_task.closed_error()
             elif task.pinned is not None and task.pinned not in self._slots:
-                error = lost_rank(task)
+                error = pool_task.lost_rank(task)
             else:
                 self._enqueue(task, first=True)
         if error is not None:
@@ -478,7 +476,7 @@ class Scheduler:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise closed_error()
+            raise pool_task.closed_error()
 
     def close(self) -> None:
         """Cancels what waits and what runs. Idempotent."""

@@ -114,6 +114,8 @@ def test_options_make_another_call() -> None:
     "write",
     [
         lambda: double(1).with_timeout(0),
+        lambda: double(1).with_timeout(float("nan")),
+        lambda: double(1).with_timeout("1s"),  # type: ignore[arg-type]
         lambda: double(1).on("tail"),
         lambda: double(1).on(-1),
         lambda: double(1).on(True),

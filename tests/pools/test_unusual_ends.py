@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import pytest
 
 import skyproxy as sky
 from skyproxy.errors import ConfigurationError, RankErrors, RemoteFunctionError, SessionLostError
-from skyproxy.pools import Compute
+from skyproxy.pools import Compute, pool_task
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,29 @@ def test_who_asks_for_a_terminal_is_told_at_once(pool: Compute, function: Callab
 
 def test_what_a_function_starts_reads_an_end_of_input(pool: Compute) -> None:
     assert pool.run(subprocess.check_output, ["cat"]) == b""
+
+
+def test_a_wait_for_processes_whose_streams_nobody_reads_is_told_of(
+    pool: Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_task, "_PATIENCE_SECONDS", 0.05)
+    told = threading.Event()
+    seen: list[str] = []
+
+    def warn(text: str, *args: object) -> None:
+        seen.append(text % args)
+        told.set()
+
+    monkeypatch.setattr(pool_task.logger, "warning", warn)
+    streams = pool.map(count, [3, 3])
+    held = [next(streams)]  # of the only process
+    waiting = threading.Thread(target=lambda: held.append(next(streams)))
+    waiting.start()
+    assert told.wait(30), "the second call waits, and nobody says why"
+    assert "count waits for a process, and all of them are held by streams" in seen[0]
+    assert list(held[0]) == [0, 1, 2]  # which sets its process free
+    waiting.join(30)
+    assert list(held[-1]) == [0, 1, 2]
 
 
 def test_a_wait_in_the_midst_of_a_stream_that_holds_all_processes_is_refused(pool: Compute) -> None:
