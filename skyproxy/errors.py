@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -301,6 +302,12 @@ def visible_output(text: str) -> str:
     parts = _DRAWING.split(text)
     parts[::2] = [part.translate(_OUTPUT_CONTROLS) for part in parts[::2]]
     return "".join(parts)
+
+
+def say(text: str) -> None:
+    """Tell the user of a program, without a warning: filters that make errors of those must not end it for a line."""
+    if sys.stderr is not None:
+        print(f"skyproxy: {text}", file=sys.stderr, flush=True)
 
 
 @functools.cache

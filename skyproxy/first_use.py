@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import islice
 
+from skyproxy.errors import say
 from skyproxy.settings import SETTINGS
 from skyproxy.variables import misspelt_variables, remedy
 
@@ -26,11 +26,11 @@ def tell_worker(device: str, name: str, url: str, source: str, *, embedded: bool
         return
     what = device if name in ("", device) else f"{device} ({name})"
     if embedded:
-        _say(f"sky:0 is {what}, in a worker that this program started on this machine; nothing else is configured")
+        say(f"sky:0 is {what}, in a worker that this program started on this machine; nothing else is configured")
     elif source.startswith("saved context"):
-        _say(f"sky:0 is {what}, in the worker of the {source}")  # whose URL may be that of a tunnel
+        say(f"sky:0 is {what}, in the worker of the {source}")  # whose URL may be that of a tunnel
     else:
-        _say(f"sky:0 is {what}, in the worker at {url}, from {source}")
+        say(f"sky:0 is {what}, in the worker at {url}, from {source}")
 
 
 def tell_misspelt_variables() -> None:
@@ -38,12 +38,6 @@ def tell_misspelt_variables() -> None:
     found = {name: near for name, near in misspelt_variables().items() if name not in _told}
     _told.update(found)
     for name, near in islice(found.items(), _MOST_LINES):
-        _say(f"the environment variable {name} is not one of skyproxy's and has no effect. {remedy(near)}")
+        say(f"the environment variable {name} is not one of skyproxy's and has no effect. {remedy(near)}")
     if len(found) > _MOST_LINES:
-        _say(f"{len(found) - _MOST_LINES} more are not skyproxy's either. See all: skyproxy doctor")
-
-
-def _say(text: str) -> None:
-    # Not a warning: filters that make errors of those must not end a program for a line to its user.
-    if sys.stderr is not None:
-        print(f"skyproxy: {text}", file=sys.stderr, flush=True)
+        say(f"{len(found) - _MOST_LINES} more are not skyproxy's either. See all: skyproxy doctor")

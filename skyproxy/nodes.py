@@ -23,7 +23,7 @@ from skyproxy.protocol.messages import Welcome
 from skyproxy.session.early_worker import EARLY_WORKER
 from skyproxy.session.local_worker import LocalWorker
 from skyproxy.session.opening import Opener
-from skyproxy.session.reconnecting import Reconnector
+from skyproxy.session.reconnector import Reconnector
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.activation import activate

@@ -88,6 +88,7 @@ class BatchLog:
         self._begun: deque[int] = deque()
         self._durable: int | None = None
         self._holes: list[Hole] = []
+        self._blanks: set[int] = set()
         self._lock = threading.RLock()
 
     @property
@@ -157,6 +158,7 @@ class BatchLog:
             if self._durable is None and not self._begun:
                 self._batches = None
                 self._holes.clear()
+                self._blanks.clear()
                 self._drop_uploads(self._uploads_until(None))
 
     def _blank(self, sequence: int) -> None:
@@ -168,6 +170,11 @@ class BatchLog:
             if batches is not None and entry.sequence == sequence and entry.frame:
                 frame = b"".join(framing.encode(Batch(Sequence(sequence), []), self._max_frame_bytes))
                 batches[index] = entry._replace(frame=frame)
+                self._blanks.add(sequence)
+
+    def is_blank(self, sequence: int) -> bool:
+        """Return whether there is nothing but the number of this batch left, whatever was sent."""
+        return sequence in self._blanks
 
     def commit(self, sequence: int) -> None:
         """Drop what is not needed any more: the snapshot that this batch began is durable."""
@@ -181,6 +188,7 @@ class BatchLog:
             while len(batches) > 1 and batches[0].sequence < sequence:
                 batches.popleft()
             self._holes = [hole for hole in self._holes if hole.sequence > sequence]
+            self._blanks = {each for each in self._blanks if each > sequence}
             self._drop_uploads(self._uploads_until(sequence))
 
     def forget(self) -> None:
@@ -189,6 +197,7 @@ class BatchLog:
             self._batches, self._durable = None, None
             self._begun.clear()
             self._holes.clear()
+            self._blanks.clear()
             self._drop_uploads(self._uploads_until(None))
 
     def _uploads_until(self, sequence: int | None) -> list[int]:

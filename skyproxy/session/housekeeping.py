@@ -13,7 +13,7 @@ from skyproxy.errors import SessionLostError
 from skyproxy.protocol.messages import Ping, Pong
 from skyproxy.session.liveness import LEAVING, Liveness, StalledOperations
 from skyproxy.session.outage import Outage
-from skyproxy.session.reconnecting import Reconnector
+from skyproxy.session.reconnector import Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.transfers import UploadQueue
 from skyproxy.session.waiters import Waiter

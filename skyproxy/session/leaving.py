@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from skyproxy.errors import RemoteError, SessionLostError, SkyproxyError, visible
+from skyproxy.errors import RemoteError, SessionLostError, SkyproxyError, say, visible
 from skyproxy.protocol.messages import Pong, Welcome
 from skyproxy.session.batch_log import BatchLog
+from skyproxy.session.handover import OpenAnew
 from skyproxy.session.liveness import LEAVING
-from skyproxy.session.protection import OpenAnew, Protection
+from skyproxy.session.protection import Protection
 from skyproxy.settings import Settings
 
 _MOST_SECONDS = 3600.0
@@ -83,7 +83,7 @@ class WorkerEndHandler:
         """Tell people what they were not told just before: a worker may say that it ends as often as it likes."""
         if problem != self._last_problem:
             self._last_problem = problem
-            _say(problem)
+            say(problem)
 
     def _leave(self, until: float) -> None:
         session = self._session
@@ -101,7 +101,7 @@ class WorkerEndHandler:
                 pass  # a function was called after the snapshot
         finally:
             session.protecting.release()
-        _say(
+        say(
             "the worker is about to end, so this session is suspended: its tensors are on the worker's volume. The "
             "next operation brings it back."
         )
@@ -153,8 +153,3 @@ class WorkerEndHandler:
                 raise SkyproxyError("answers to earlier questions did not come in time")
             time.sleep(_LOOK_SECONDS)  # an answer may be complete only with a download
         return wanted
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        print(f"skyproxy: {text}", file=sys.stderr, flush=True)

@@ -137,31 +137,42 @@ class NodeMoves:
             with session.protecting:
                 self._move(opener, target, opened)
         except BaseException:
-            opened.operations.close()
-            opened.bulk.close()
+            if opener.welcome is not opened.welcome:  # the session has not gone there
+                opened.close()
             raise
 
     def _move(self, opener: Opener, target: Opener, opened: NewSession) -> None:
-        session, before, worker = self._session, opener.copy(), self._worker
-        is_protected = session.protection is not None
-        if not is_protected:
-            log = BatchLog(session.settings.max_log_bytes, session.settings.max_frame_bytes)
-            session.protect(log, secrets.token_hex(16), _refuse_moving, math.inf, 0)
-        try:
-            carrier = _Carrier(before, target)
-            answers = session.move(opened, lambda: opener.become(target), carrier.bring)
+        session, carrier = self._session, _Carrier(opener.copy(), target)
+        left: list[tuple[Opener, int]] = []
+
+        def leave() -> None:
+            left.append((opener.copy(), session.answers))  # it may have been restored since the move began
+            opener.become(target)
             self.url, self.software = target.url, dict(opened.welcome.software)
+
+        is_protected = session.protection is not None
+        try:
+            if not is_protected:
+                log = BatchLog(session.settings.max_log_bytes, session.settings.max_frame_bytes)
+                session.protect(log, secrets.token_hex(16), _refuse_moving, math.inf, 0)
+            session.move(opened, leave, carrier.bring)
         finally:
             if not is_protected:
                 session.unprotect()
+            if session.lost is None:  # also where the program's wait for the rest was interrupted
+                for before, answers in left:
+                    self._clear_away(before, answers, carrier)
+
+    def _clear_away(self, before: Opener, answers: int, carrier: _Carrier) -> None:
+        """End what the worker before has of the session, or that worker itself if it is embedded."""
         carrier.clear_away()
-        if self.session_name is not None and worker is None:
-            carrier.leave_name(self.session_name, before.welcome.session)
+        worker, self._worker = self._worker, None
         if worker is None:
+            if self.session_name is not None:
+                carrier.leave_name(before, self.session_name)
             before.end_session(answers)
         else:
-            self._worker = None
-            session.explain_end = lambda: None
+            self._session.explain_end = lambda: None
             worker.stop()
             worker.delete_snapshots()
 
@@ -207,22 +218,22 @@ class _Carrier:
             with contextlib.suppress(SkyproxyError, OSError), WorkerCopies(self._before) as here:
                 here.delete(self._carried)
 
-    def leave_name(self, name: str, session: str) -> None:
+    def leave_name(self, before: Opener, name: str) -> None:
         """Have the worker before forget a named session, and tell where it is now; as far as it can be reached."""
         from skyproxy.session.snapshot_copies import WorkerCopies
 
-        if self._target.url == self._before.url:
+        if self._target.url == before.url:
             return
         try:
-            with WorkerCopies(self._before) as here:
-                here.leave_name(name, session, self._target.url)
+            with WorkerCopies(before) as here:
+                here.leave_name(name, before.welcome.session, self._target.url)
         except (SkyproxyError, OSError) as problem:
             logger.warning(
                 "skyproxy: the session %r goes on at %s, and %s may still have what was under its names: %s. End it "
                 "there: skyproxy sessions end",
                 name,
                 self._target.url,
-                self._before.url,
+                before.url,
                 problem,
             )
 

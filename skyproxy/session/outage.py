@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
+
+from skyproxy.errors import say
 
 _QUIET_SECONDS = 1.0
 """An outage that is over sooner is not worth a line."""
@@ -56,7 +57,7 @@ class Outage:
             self._timer.cancel()
             self._timer = None
             if self._was_told:
-                self._say(f"connected again after {time.monotonic() - self._began:.1f} s; nothing was lost.")
+                say(f"connected again after {time.monotonic() - self._began:.1f} s; nothing was lost.")
 
     def give_up(self) -> None:
         """Say nothing more: the error says it."""
@@ -69,12 +70,7 @@ class Outage:
         with self._lock:
             if self._broken and self._timer is not None:
                 self._was_told = True
-                self._say(
+                say(
                     f"the connection to {self._where} is broken ({reason.rstrip('.')}). Trying to restore it for up "
                     f"to {self.patience_seconds:g} s; Ctrl-C ends a wait, and cancels what is queued."
                 )
-
-    @staticmethod
-    def _say(text: str) -> None:
-        if sys.stderr is not None:
-            print(f"skyproxy: {text}", file=sys.stderr, flush=True)

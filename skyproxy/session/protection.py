@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from skyproxy.errors import ConfigurationError, SessionLostError, visible
+from skyproxy.errors import ConfigurationError, SessionLostError, say, visible
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
@@ -18,13 +17,12 @@ from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.digests import BLAKE3, SHA256
 from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequence, Welcome
 from skyproxy.session.batch_log import BatchLog, Hole, KeptUpload, unrepeatable
-from skyproxy.session.reconnecting import Fresh
+from skyproxy.session.handover import Bring, Fresh, Handover, OpenAnew, PreparedMove
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.restoring import NewSession, ReplayProgress, WorkerEndedError, load_newest
 from skyproxy.session.suspension import Suspension
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.session.worker_warnings import ToldWarnings
-from skyproxy.transport.base import Transport
 
 logger = logging.getLogger("skyproxy.session")
 
@@ -32,17 +30,7 @@ _RETRY_SECONDS = 1.0
 """The time after which a snapshot that was refused is asked for again."""
 _LOG_SHARE = 0.75
 """The part of the log's bound from which a snapshot is due."""
-_PARTS = 3
-"""Parts that another worker is given: the operations, the bulk connection, and the uploads that it needs."""
 _LOOK_SECONDS = 0.005
-
-
-OpenAnew = Callable[[str, threading.Event], NewSession]
-"""Opens a session on another worker, or on the same one after its restart: `open_anew(reason, stop)`. It raises
-SessionLostError where none is to be had."""
-
-Bring = Callable[[str, str, int], object]
-"""Copies a snapshot to where another worker finds it, unless it does so already: `bring(name, number, sequence)`."""
 
 
 class _Snapshot(Waiter):
@@ -79,7 +67,6 @@ class Protection:
         on_recovered: called when another worker has taken over.
         name: the name of the snapshots on the worker.
         is_moving: whether another worker is being prepared to go on with the session.
-        is_leaving: whether that one is ready, and the connections to this worker are being cut.
         patience_seconds: how long to try to reach a worker that does not refuse before another one is asked for.
         stall_seconds: how long recording waits, at the bound of the log, for a worker that does not answer.
         is_passing: whether it ends when the session has a worker again, for only a suspension needs it.
@@ -116,6 +103,7 @@ class Protection:
         self.on_recovered: Callable[[Welcome], object] = lambda welcome: None
         self.cut_bulk: Callable[[int], object] = lambda recoveries: None
         self.cut_operations: Callable[[int], object] = lambda recoveries: None
+        self.cut_operations_if: Callable[[Callable[[], bool]], object] = lambda is_wanted: None
         self.name, self.hash_wish = name, BLAKE3
         self._recorder = recorder
         self._waiters = waiters
@@ -130,18 +118,17 @@ class Protection:
         self._unrepeatable_names: dict[int, str] = {}
         self._progress = ReplayProgress()
         self._is_off = False
-        self.is_moving = self.is_leaving = self.is_passing = False
+        self.is_moving = self.is_passing = False
         self.suspension = Suspension(recorder, waiters)
         self._late_holes: list[Hole] = []
-        self._prepared: tuple[NewSession, int] | None = None
+        self._prepared: PreparedMove | None = None
+        self._preparing = threading.Lock()
         self._moved = Waiter()
-        self._parts = 0
+        self._handover: Handover | None = None
         self.patience_seconds = self.stall_seconds = math.inf
         self._is_settled = threading.Event()  # no other worker is taking over now
         self._is_settled.set()
         self.told = ToldWarnings()
-        self._part_lock = threading.Lock()
-        self._on_moved: Callable[[], object] = lambda: None
 
     # --- the log -----------------------------------------------------------------------------------------------------
 
@@ -199,7 +186,7 @@ class Protection:
     def _give_up_log(self) -> None:
         if self.log.last:
             why = f": {self.last_error}" if self.last_error is not None else ""
-            _say(
+            say(
                 f"no snapshot could be taken while {self.log.max_bytes:,} bytes were logged (SKYPROXY_MAX_LOG_BYTES)"
                 f"{why}. The session goes on, and is not protected until the next snapshot."
             )
@@ -328,37 +315,66 @@ class Protection:
             SessionLostError: the session has ended.
         """
         self._moved = moved = Waiter()
-        self._on_moved = on_moved
         self.is_moving = True
         self.hash_wish = BLAKE3 if opened.welcome.limits.get("blake3") else SHA256  # what that worker can read
         try:
             taken = self.snapshot()
             bring(self.name, str(taken["snapshot"]), int(taken["sequence"]))
             try:
-                self._prepared = (
-                    opened,
-                    load_newest(opened, self.name, self.log, self._usable_starts(), "the session was not moved"),
-                )
+                start, _ = load_newest(opened, self.name, self.log, self._usable_starts(), "the session was not moved")
             except SessionLostError as problem:
                 raise ConfigurationError(f"{problem}. It goes on where it was.") from problem
-            self._parts = 0
-            self.is_leaving = True
-            self.cut_operations(sys.maxsize)
+            self._prepared = PreparedMove(opened, start, on_moved, moved)
+            self.cut_operations_if(lambda: self.is_leaving)
             moved.wait()
         finally:
-            self.is_moving, self.is_leaving, self.hash_wish = False, False, BLAKE3
-            self._prepared = None
+            self._take_prepared()
+            self.is_moving, self.hash_wish = False, BLAKE3
 
-    def note_part(self) -> None:
-        """Take note that another worker has one of the parts that it needs."""
-        with self._part_lock:
-            self._parts += 1
-            is_whole = self._parts == _PARTS
-        if is_whole:
-            self._moved.set(None)
-            self._is_settled.set()
-            if self.suspension.is_on:
-                self._end_suspension()
+    @property
+    def is_leaving(self) -> bool:
+        """True if another worker is ready, and waits for the operations connection to this one to be replaced."""
+        return self._prepared is not None
+
+    def _take_prepared(self) -> PreparedMove | None:
+        with self._preparing:  # who moves may be interrupted while the thread of the operations leaves
+            prepared, self._prepared = self._prepared, None
+        return prepared
+
+    def leave(self, abandon: Callable[[], object]) -> tuple[Fresh, Fresh] | None:
+        """Return the operations and the bulk connection to the worker that the session moves to.
+
+        Args:
+            abandon: called before that is where the session is.
+
+        Returns:
+            None where no worker is ready, or what came since its snapshot cannot be done there, which is told.
+        """
+        prepared = self._take_prepared()
+        if prepared is None or not prepared.can_be_made(self.log):
+            return None
+        abandon()
+        handover = self._begin_handover(prepared.moved)
+        self.on_recovered(prepared.opened.welcome)
+        prepared.on_moved()
+        return Fresh.pair(prepared.opened, prepared.start, handover)
+
+    def _begin_handover(self, moved: Waiter | None) -> Handover:
+        before = self._handover
+        if moved is None and before is not None and not before.is_complete:
+            moved = before.moved  # the worker that the session had moved to did not live to have all of it
+        self._is_settled.clear()
+        self._handover = handover = Handover(self._on_complete, moved)
+        return handover
+
+    def _on_complete(self, handover: Handover) -> None:
+        if handover is not self._handover:
+            return  # that worker is gone by now
+        if handover.moved is not None:
+            handover.moved.set(None)
+        self._is_settled.set()
+        if self.suspension.is_on:
+            self._end_suspension()
 
     # --- suspending --------------------------------------------------------------------------------------------------
 
@@ -389,29 +405,11 @@ class Protection:
             self._wanted = True
 
     def _wait_until_wanted(self) -> None:
-        """Wait until the program needs a worker again.
-
-        Raises:
-            SessionLostError: the session is over.
-        """
+        """Wait until the program needs a worker again; raises SessionLostError if the session is over."""
         self.suspension.wait()
         if self._is_off:
             raise SessionLostError("the session was closed")
         self._progress.begin_anew()
-
-    def _take_prepared(self) -> tuple[Fresh, Fresh] | None:
-        """Return the connections of the worker that the session moves to, where all it needs is still logged."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is None:
-            return None
-        opened, start = prepared
-        if start not in self.log.starts() or self.log.hole_after(start) is not None:
-            opened.operations.close()
-            opened.bulk.close()
-            return None
-        self.on_recovered(opened.welcome)
-        self._on_moved()
-        return Fresh(opened.operations, opened.welcome, start), Fresh(opened.bulk, opened.welcome, start)
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
@@ -421,20 +419,19 @@ class Protection:
         Raises:
             SessionLostError: there is no such worker, or no such snapshot; or the session is over.
         """
-        prepared = self._take_prepared()
-        if prepared is not None:
-            return prepared
         if self.suspension.is_on:
             self._wait_until_wanted()
-        self._is_settled.clear()
-        self._parts = 0
+        handover = self._begin_handover(None)
         try:
-            return self._recover(reason, stop)
-        except BaseException:
-            self._is_settled.set()
-            raise
+            return self._recover(reason, stop, handover)
+        except BaseException as error:
+            left = self.leave(lambda: None) if isinstance(error, SessionLostError) else None
+            if left is None:
+                self._is_settled.set()
+                raise
+            return left
 
-    def _recover(self, reason: str, stop: threading.Event) -> tuple[Fresh, Fresh]:
+    def _recover(self, reason: str, stop: threading.Event, handover: Handover) -> tuple[Fresh, Fresh]:
         if not self.suspension.is_on:
             recorder = self._recorder
             self._progress.note_end(recorder.batches - len(recorder.sent_batches()), reason)
@@ -442,26 +439,33 @@ class Protection:
             self._check_log(reason)
             opened = self._open_anew(reason, stop)
             try:
-                start = load_newest(opened, self.name, self.log, self._usable_starts(), reason)
+                start, answer = load_newest(opened, self.name, self.log, self._usable_starts(), reason)
             except SessionLostError as lost:
-                opened.operations.close()
-                opened.bulk.close()
+                opened.close()
                 if not isinstance(lost.__cause__, WorkerEndedError):
                     raise
                 logger.debug("skyproxy: a worker ended while it loaded a snapshot: %s", lost)
                 stop.wait(_RETRY_SECONDS)
                 continue
+            self._note_durable(start, answer)
             self.recoveries += 1
             self.on_recovered(opened.welcome)
             if self.suspension.is_on:
-                _say(f"the session goes on; it was suspended for {self.suspension.seconds:.0f} s.")
-                return Fresh(opened.operations, opened.welcome, start), Fresh(opened.bulk, opened.welcome, start)
-            _say(
-                f"the worker is gone ({_short(reason)}). Another one goes on from the last snapshot; "
-                f"{max(self.log.last - start, 0):,} batches of operations since then are executed again."
-            )
-            return Fresh(opened.operations, opened.welcome, start), Fresh(opened.bulk, opened.welcome, start)
+                say(f"the session goes on; it was suspended for {self.suspension.seconds:.0f} s.")
+            else:
+                why = visible(reason.removeprefix("The worker is gone: "))
+                say(
+                    f"the worker is gone ({why}). Another one goes on from the last snapshot; "
+                    f"{max(self.log.last - start, 0):,} batches of operations since then are executed again."
+                )
+            return Fresh.pair(opened, start, handover)
         raise SessionLostError("the session was closed")
+
+    def _note_durable(self, start: int, answer: dict[str, object]) -> None:
+        """Answer whoever waits for the snapshot that was loaded, if the worker that took it did not come to that."""
+        pending = self._pending
+        if pending is not None and pending.sequence == start and self._waiters.take(pending.request) is pending:
+            pending.set(answer)
 
     def _check_log(self, reason: str) -> None:
         starts = self._usable_starts()
@@ -478,21 +482,15 @@ class Protection:
         missing = {item.sequence for item in (pending, complete) if item is not None and item.unanswered & unanswered}
         return [start for start in self.log.starts() if start not in missing]
 
-    def replay(self, start: int, before: Connection, link: Transport) -> None:
+    def replay(self, fresh: Fresh, before: Connection) -> None:
         """Send what is logged behind the snapshot, and take note of it on the new connection."""
+        link, start, handover = fresh.link, fresh.start, fresh.handover
+        assert start is not None
+        assert handover is not None
         kept = before.kept_batches()
         for sequence, message, size in self.log.batches_after(start, before.last_sequence):
             # What may be sent again by a program that was interrupted is known by the very object.
-            same = kept.get(sequence, message)
+            same = message if self.log.is_blank(sequence) else kept.get(sequence, message)
             link.connection.on_send(same, size)
             link.repeat(same)
-        self.note_part()
-
-
-def _short(reason: str) -> str:
-    return visible(reason.removeprefix("The worker is gone: "))
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        print(f"skyproxy: {text}", file=sys.stderr, flush=True)
+        handover.note_part()

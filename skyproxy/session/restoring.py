@@ -69,6 +69,11 @@ class NewSession(NamedTuple):
                 raise SessionLostError(f"The worker is gone: it has said nothing for {self.silence_seconds:g} s")
             self.bulk.post(Ping(0))
 
+    def close(self) -> None:
+        """End it: nobody goes on there."""
+        self.operations.close()
+        self.bulk.close()
+
     def ask_control(self, sequence: Sequence, name: str, arguments: list[object]) -> Any:
         """Ask a control of the worker; return its answer.
 
@@ -91,8 +96,20 @@ class NewSession(NamedTuple):
             raise WorkerEndedError(f"no answer to {name} within {_ANSWER_SECONDS:g} s") from None
 
 
-def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int], reason: str) -> int:
-    """Restore the newest snapshot in a new session; return the batch that began it.
+class FoundSnapshot(NamedTuple):
+    """A snapshot that a new session was restored from.
+
+    Attributes:
+        start: the batch that began it.
+        answer: what the worker that took it said, or would have said.
+    """
+
+    start: int
+    answer: dict[str, object]
+
+
+def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int], reason: str) -> FoundSnapshot:
+    """Restore the newest snapshot in a new session.
 
     Args:
         opened: the session, which is empty.
@@ -117,13 +134,14 @@ def load_newest(opened: NewSession, name: str, log: BatchLog, starts: list[int],
         if value["sequence"] != start:
             raise SessionLostError(f"{reason}; and another worker restored another snapshot: {value!r:.200}")
         opened.operations.connection.jump_to(Sequence(start))
+        answer = {"snapshot": there[start], "sequence": start, "bytes": value.get("bytes", 0), "written_bytes": 0}
+        return FoundSnapshot(start, checked("save_snapshot", answer))
     except RemoteError as error:
         raise SessionLostError(f"{reason}; and another worker cannot go on: {error}") from error
     except (KeyError, TypeError) as error:
         raise SessionLostError(f"{reason}; and another worker lists impossible snapshots: {error!r}") from error
     except (WorkerEndedError, ProtocolError) as error:
         raise SessionLostError(f"{reason}; and then: {error}") from WorkerEndedError(str(error))
-    return start
 
 
 class ReplayProgress:

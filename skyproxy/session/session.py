@@ -32,12 +32,14 @@ from skyproxy.protocol.messages import (
     Welcome,
 )
 from skyproxy.session.batch_log import BatchLog
+from skyproxy.session.handover import Bring, Fresh, OpenAnew
 from skyproxy.session.housekeeping import Housekeeping
 from skyproxy.session.leaving import WorkerEndHandler
 from skyproxy.session.offers import UploadDedup
-from skyproxy.session.protection import Bring, OpenAnew, Protection
+from skyproxy.session.protection import Protection
 from skyproxy.session.reading import ConnectionReader
-from skyproxy.session.reconnecting import Fresh, ReconnectingBulk, ReconnectingOperations, Reconnector
+from skyproxy.session.reconnecting import ReconnectingBulk, ReconnectingOperations
+from skyproxy.session.reconnector import Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.requests import AFTER_END, Requests
 from skyproxy.session.restoring import NewSession
@@ -251,21 +253,21 @@ class Session(Requests):
         self.cancelling.send_again(link.post)
 
     def _on_bulk_restored(self, fresh: Fresh) -> None:
-        protection, start = self.protection, fresh.start
+        protection, start, handover = self.protection, fresh.start, fresh.handover
         assert protection is not None
         assert start is not None
+        assert handover is not None
         self._downloads.begin_anew()
-        offers, recoveries = UploadDedup.agreed(fresh.welcome, self.settings), protection.recoveries
+        offers = UploadDedup.agreed(fresh.welcome, self.settings)
 
         def needed() -> list[object]:
             found = protection.log.jobs_after(start)
-            if protection.recoveries == recoveries:
-                protection.note_part()
+            handover.note_part()
             return found
 
         self._uploads.begin_anew(fresh.link, offers, needed)
         self.cancelling.send_again(fresh.link.post)
-        protection.note_part()
+        handover.note_part()
 
     def _on_unreadable(self, error: Exception) -> bool:
         if isinstance(error, SessionLostError | ProtocolError):
@@ -319,6 +321,7 @@ class Session(Requests):
         assert isinstance(operations, ReconnectingOperations)
         assert isinstance(bulk, ReconnectingBulk)
         protection.cut_bulk, protection.cut_operations = bulk.cut_older, operations.cut_older
+        protection.cut_operations_if = operations.cut_if
         protection.on_recovered = self._on_recovered
         protection.suspension.is_awaited = lambda: self._uploads.is_awaited
         protection.stall_seconds = 2 * self.settings.snapshot_stall_seconds  # the worker gives up before
@@ -335,26 +338,15 @@ class Session(Requests):
             self.unprotect()
             raise
 
-    def move(self, opened: NewSession, on_moved: Callable[[], object], bring: Bring) -> int:
-        """Go on with the session on another worker; it is protected already.
-
-        Args:
-            opened: an empty session there.
-            on_moved: called when it is this one, before anything is sent there.
-            bring: see `Protection.move`.
-
-        Returns:
-            The answers that had come from the worker before.
-
-        Raises:
-            RemoteError: this worker takes no snapshot now; nothing has changed.
-            ConfigurationError: that worker cannot restore it; nothing has changed.
-            SessionLostError: the session has ended.
-        """
+    def move(self, opened: NewSession, on_moved: Callable[[], object], bring: Bring) -> None:
+        """Go on with the session on another worker as `Protection.move` does; it is protected already."""
         assert self.protection is not None
-        answers = self._operations.connection.answers
         self.protection.move(opened, on_moved, bring)
-        return answers
+
+    @property
+    def answers(self) -> int:
+        """The answers that came on the connection that the worker knows."""
+        return self._operations.connection.answers
 
     def _tick(self) -> None:
         protection = self.protection

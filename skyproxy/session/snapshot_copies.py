@@ -155,8 +155,7 @@ class WorkerCopies:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened.operations.close()
-        self._opened.bulk.close()
+        self._opened.close()
 
     # --- asking ------------------------------------------------------------------------------------------------------
 

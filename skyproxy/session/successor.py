@@ -82,7 +82,7 @@ class Successor:
         self._new_worker = new_worker
 
     def __call__(self, reason: str, stop: threading.Event) -> NewSession:
-        """Open a session on it, as `session.protection.OpenAnew` says."""
+        """Open a session on it, as `session.handover.OpenAnew` says."""
         patience_seconds = self._node._session.settings.reconnect_seconds
         until, pause = time.monotonic() + patience_seconds, _FIRST_PAUSE_SECONDS
         while not stop.is_set():
@@ -121,8 +121,7 @@ class Successor:
         try:
             check_fits(node._session.welcome, opened.welcome)
         except BaseException:
-            opened.operations.close()
-            opened.bulk.close()
+            opened.close()
             raise
         node.url = opener.url
         return opened

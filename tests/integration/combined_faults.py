@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -196,6 +197,48 @@ def run(folder: Path, seed: int, seconds: float) -> tuple[Counter[str], list[dic
             struck[fault] += 1
             time.sleep(dice.uniform(0.3, 2.0))
         return struck, [json.loads(told(said).splitlines()[-1]) for said in begun]
+
+
+def move_under_kills(folder: Path, seed: int, seconds: float) -> Counter[str]:
+    """Move a session back and forth while its processes are killed near the moves' ends; count what happened.
+
+    Raises:
+        AssertionError: a value was wrong, or the session was not where the last move had said.
+    """
+    dice, happened, longest = random.Random(seed), Counter[str](), 0.5
+    with contextlib.ExitStack() as stack:
+        places = [_Place(folder / f"worker{n}", folder / "volume", seed + n, stack) for n in range(2)]
+        node = stack.enter_context(skyproxy.connect(places[0].address[0], token=places[0].address[1]))
+        skyproxy.protect(every=0.05, node=node)
+        total, expected, here = torch.zeros(4, device=node.devices[0]), 0, 0
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for _ in range(dice.randrange(5)):
+                total += 1
+                expected += 1
+            if dice.random() < 0.5:
+                assert total[0].item() == expected
+            struck = [place for place in places if dice.random() < 0.4]
+            timer = threading.Timer(
+                dice.uniform(0, longest), lambda struck=struck: [place.strike("kill session") for place in struck]
+            )
+            timer.start()
+            url, token = places[1 - here].address
+            begun = time.monotonic()
+            try:
+                node.move_to(url, token=token)
+            except _NOT_NOW:
+                happened["refused"] += 1
+            else:
+                here, longest = 1 - here, 1.2 * (time.monotonic() - begun)
+                happened["moves"] += 1
+            assert node.url == places[here].address[0]
+            timer.join()
+            happened["kills"] += len(struck)
+            total += 1
+            expected += 1
+            assert total[0].item() == expected
+    return happened
 
 
 def main() -> None:

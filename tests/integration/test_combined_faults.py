@@ -21,3 +21,7 @@ def test_programs_under_every_fault_at_once_give_the_same_bits(tmp_path: Path, s
     struck, told = combined_faults.run(tmp_path, seed, 15)
     assert sum(struck.values()) >= 3
     assert all(each["rounds"] for each in told)
+
+
+def test_a_session_is_where_its_last_move_said_whatever_was_killed_meanwhile(tmp_path: Path) -> None:
+    assert combined_faults.move_under_kills(tmp_path, 4, 20)["moves"]

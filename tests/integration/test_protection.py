@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 import skyproxy
 from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.session import moving, snapshot_copies
+from skyproxy.session.protection import Protection
 from skyproxy.settings import SETTINGS
 from skyproxy.snapshots import hashes
 from tests.integration import protected_programs as programs
@@ -218,6 +220,30 @@ def test_a_protected_session_stays_protected_where_it_moves(
         total += 1
         assert total.tolist() == [4, 4, 4]
         assert protected.recoveries == 1
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_move_that_is_interrupted_ends_no_session(
+    served: Served, node: skyproxy.Node, other: tuple[str, str], monkeypatch: pytest.MonkeyPatch, has_left: bool
+) -> None:
+    """Ctrl-C is for the wait: the session is where it was, or where it has gone."""
+    total, move = torch.full((3,), 2.0, device=node.devices[0]), Protection.move
+
+    def interrupted(protection: Protection, *arguments: Any) -> None:
+        if has_left:
+            move(protection, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Protection, "move", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        node.move_to(other[0], token=other[1])
+    assert node.url == (other[0] if has_left else served.url)
+    total += 1
+    assert total.tolist() == [3, 3, 3]
+    monkeypatch.undo()
+    node.move_to(other[0] if not has_left else served.url, token=other[1] if not has_left else served.token)
+    total += 1
+    assert total.tolist() == [4, 4, 4]
 
 
 def test_a_session_moves_between_workers_that_share_no_folder(

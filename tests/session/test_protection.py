@@ -4,287 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import settings, strategies
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis import settings
 
-from skyproxy.errors import ConnectError, RemoteError, SessionLostError
+from skyproxy.errors import ConnectError, SessionLostError
 from skyproxy.protocol import commands
-from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import (
-    CLIENT,
     OPERATIONS,
-    Ack,
-    Batch,
-    Failure,
-    Hello,
-    Message,
-    Reply,
-    RequestId,
-    Sequence,
     Warned,
     Welcome,
 )
 from skyproxy.session import worker_warnings
-from skyproxy.session.batch_log import BatchLog
-from skyproxy.session.protection import Protection
-from skyproxy.session.reconnecting import ReconnectingOperations, Reconnector
-from skyproxy.session.recorder import Recorder
 from skyproxy.session.restoring import NewSession
-from skyproxy.session.waiters import Waiter, Waiters
-from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
-from skyproxy_server.named_batches import NamedBatches
-
-KEPT_SNAPSHOTS = 2
-WELCOME = Welcome(1, "a" * 32, {}, [], {"snapshots": 1}, b"")
-
-
-class Volume:
-    """Snapshots that outlive workers."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, tuple[int, list[int]]] = {}
-
-    def write(self, sequence: int, values: list[int]) -> str:
-        identity = f"{sequence}-{len(values)}"
-        self.kept.pop(identity, None)
-        self.kept[identity] = (sequence, list(values))
-        while len(self.kept) > KEPT_SNAPSHOTS:
-            self.kept.pop(next(iter(self.kept)))
-        return identity
-
-
-class Worker:
-    """Executes batches in order: its state is what was added, in order."""
-
-    def __init__(self, volume: Volume) -> None:
-        self.values: list[int] = []
-        self.inbox: deque[Message] = deque()
-        self.answers: deque[Message] = deque()
-        self.saving: list[tuple[int, int, list[int]]] = []
-        self.refuses = False
-        self.is_dead = False
-        self._volume = volume
-        self._named = NamedBatches()
-        self._last = 0
-
-    def execute(self, count: int) -> None:
-        for _ in range(min(count, len(self.inbox))):
-            batch = self._named.resolve(self.inbox.popleft())
-            assert batch is not None
-            self._last = batch.sequence
-            self._run(list(batch.stream))
-
-    def _run(self, stream: list[Any]) -> None:
-        for at in commands.walk(stream, commands.width_table()):
-            if stream[at] == commands.DO:
-                self.values += stream[at + 2]
-            elif stream[at] == commands.CALL:
-                self._call(*stream[at + 1 : at + 4])
-
-    def _call(self, request: RequestId, name: str, arguments: list[Any]) -> None:
-        if name == "total":
-            self.answers.append(Reply(request, [len(self.values), sum(self.values)]))
-        elif name == "save_snapshot" and self.refuses:
-            self.answers.append(Failure(request, {"type": "SnapshotNotNowError", "message": "not now"}))
-        elif name == "save_snapshot":
-            self.saving.append((request, self._last, list(self.values)))
-        elif name == "list_snapshots":
-            rows = [{"snapshot": each, "sequence": sequence} for each, (sequence, _) in self._volume.kept.items()]
-            self.answers.append(Reply(request, rows))
-        elif name == "load_snapshot":
-            wanted = arguments[1]
-            sequence, values = self._volume.kept[wanted]
-            self.values, self._last = list(values), 0  # the batch that asked is never acknowledged
-            self.answers.append(Reply(request, {"snapshot": wanted, "sequence": sequence, "bytes": 0}))
-
-    def make_durable(self) -> None:
-        while self.saving:
-            request, sequence, values = self.saving.pop(0)
-            identity = self._volume.write(sequence, values)
-            self.answers.append(Reply(RequestId(request), {"snapshot": identity, "sequence": sequence}))
-
-    def acknowledge(self) -> None:
-        if self._last:
-            self.answers.append(Ack(Sequence(self._last)))
-
-
-class Link(Transport):
-    """The client's end of a connection to such a worker; it carries what the test lets through."""
-
-    was_closed = False
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self._connection = Connection(CLIENT)
-        self._connection.on_send(Hello([1], OPERATIONS, "", {}))
-        self._connection.on_receive(WELCOME)
-
-    @property
-    def bytes_sent(self) -> int:
-        return 0
-
-    @property
-    def bytes_received(self) -> int:
-        return 0
-
-    @property
-    def connection(self) -> Connection:
-        return self._connection
-
-    def send(self, message: Message) -> None:
-        if self.worker.is_dead:
-            raise SessionLostError("the connection was closed")
-        step = self._connection.prepare_send(message, 10)
-        if step is not None:
-            step[0](step[1])
-            self.worker.inbox.append(message)
-        if isinstance(message, Batch) and message.stream[2:3] in (["list_snapshots"], ["load_snapshot"]):
-            self.worker.execute(1)
-
-    def repeat(self, message: Message) -> None:
-        self.worker.inbox.append(message)
-
-    def recv(self, timeout_seconds: float | None = None) -> Message:
-        if self.worker.answers:
-            message = self.worker.answers.popleft()
-            self._connection.on_receive(message)
-            return message
-        if self.worker.is_dead:
-            raise SessionLostError("the connection was closed")
-        raise TimeoutError
-
-    def cut(self) -> bool:
-        return True
-
-    def close(self, code_name: str = "done", reason: str = "") -> None:
-        self.was_closed = True
-
-
-class ProtectedSession(RuleBasedStateMachine):
-    """Whatever happens: what the program asked for was done once, in order, and each question has its one answer."""
-
-    @initialize()
-    def begin(self) -> None:
-        self.volume = Volume()
-        self.workers = [Worker(self.volume)]
-        self.added: list[int] = []
-        self.questions: list[tuple[Waiter, list[int]]] = []
-        self.waiters = Waiters()
-        self.failed_openings = 0
-        reconnector = Reconnector(self._refuse, "nowhere", 0, resumes=False)
-        self.operations = ReconnectingOperations(Link(self.workers[0]), reconnector, Settings())
-        self.recorder = Recorder(self._send, lambda: (0, 0), Settings())
-        self.log = BatchLog(1 << 20, 1 << 20)
-        self.protection = Protection(self.recorder, self.waiters, self.log, "name", self._open_anew, every_seconds=1e9)
-        assert self.protection.try_snapshot()
-        self._let_all_through()
-        reconnector.recovery = self.protection
-
-    def _refuse(self, role: str, received: int) -> tuple[Transport, Welcome]:
-        raise AssertionError("the session is not resumed")
-
-    def _open_anew(self, reason: str, stop: threading.Event) -> NewSession:
-        self.workers.append(Worker(self.volume))
-        return NewSession(Link(self.workers[-1]), Link(self.workers[-1]), WELCOME)
-
-    def _send(self, batch: Any) -> None:
-        self.protection.note(batch)
-        self.operations.send(batch)
-
-    @property
-    def worker(self) -> Worker:
-        return self.workers[-1]
-
-    def _read(self) -> None:
-        try:
-            while True:
-                message = self.operations.recv(0)
-                if isinstance(message, Ack):
-                    self.recorder.ack(message.sequence)
-                elif isinstance(message, Reply):
-                    waiter = self.waiters.take(message.request)
-                    if waiter is not None:
-                        assert not waiter.done
-                        waiter.set(message.value)
-                elif isinstance(message, Failure):
-                    waiter = self.waiters.take(message.request)
-                    if waiter is not None:
-                        waiter.fail(RemoteError(message.error["message"]))
-        except TimeoutError:
-            self.protection.tick()
-
-    def _let_all_through(self) -> None:
-        while True:
-            self._read()
-            if not (self.worker.inbox or self.worker.saving or self.worker.answers):
-                return
-            self.worker.execute(1000)
-            self.worker.make_durable()
-            self.worker.acknowledge()
-
-    @rule(times=strategies.integers(1, 12), number=strategies.integers(0, 3))
-    def add(self, times: int, number: int) -> None:
-        for _ in range(times):
-            self.recorder.emit((commands.DO, "add", [number]))
-            self.added.append(number)
-
-    @rule()
-    def flush(self) -> None:
-        self.recorder.flush()
-
-    @rule()
-    def ask(self) -> None:
-        request, waiter = self.waiters.open()
-        self.recorder.emit((commands.CALL, request, "total", []))
-        self.questions.append((waiter, [len(self.added), sum(self.added)]))
-        self.recorder.flush()
-
-    @rule(count=strategies.integers(1, 6))
-    def execute(self, count: int) -> None:
-        self.worker.execute(count)
-
-    @rule()
-    def acknowledge(self) -> None:
-        self.worker.acknowledge()
-
-    @rule()
-    def read(self) -> None:
-        self._read()
-
-    @rule(refuses=strategies.booleans())
-    def snapshot(self, refuses: bool) -> None:
-        self.worker.refuses = refuses
-        self.protection.try_snapshot()
-
-    @rule()
-    def write(self) -> None:
-        self.worker.make_durable()
-
-    @rule(lost=strategies.integers(0, 5), is_written=strategies.booleans())
-    def kill(self, lost: int, is_written: bool) -> None:
-        """The worker ends; its last answers may not have left."""
-        if is_written:
-            self.worker.make_durable()
-        self.worker.is_dead = True
-        for _ in range(min(lost, len(self.worker.answers))):
-            self.worker.answers.pop()
-        self.protection._progress.begin_anew()  # that one gives up in the end is another test
-        self._read()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "recorder"):
-            return
-        self.recorder.flush()
-        self._let_all_through()
-        assert self.worker.values == self.added
-        assert [waiter.value for waiter, _ in self.questions] == [expected for _, expected in self.questions]
-        assert all(waiter.done for waiter, _ in self.questions)
-
+from tests.session.protected_session import ProtectedSession, fill, through
 
 TestProtectedSession = ProtectedSession.TestCase
 TestProtectedSession.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
@@ -302,6 +37,37 @@ def test_operations_that_end_one_worker_after_the_other_end_the_session() -> Non
     assert len(session.workers) < 10
 
 
+def test_who_waits_for_a_snapshot_hears_of_it_where_its_worker_ended_before_it_could_tell() -> None:
+    session = ProtectedSession()
+    session.begin()  # type: ignore[call-arg]
+    taken: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: taken.append(session.protection.snapshot()), daemon=True)
+    asking.start()
+    deadline = time.monotonic() + 60
+    while not session.worker.saving:
+        session.worker.execute(1)
+        assert time.monotonic() < deadline
+    session.kill(1, True)
+    asking.join(60)
+    assert [(row["sequence"], row["snapshot"] in session.volume.kept) for row in taken] == [(session.log.durable, True)]
+    session.teardown()
+
+
+def test_a_snapshot_that_was_refused_is_not_asked_of_another_worker() -> None:
+    """It would take it, and give up an older one for it that the session still needs."""
+    session = ProtectedSession()
+    session.begin()  # type: ignore[call-arg]
+    session.snapshot(refuses=True)
+    session.execute(1)
+    session.read()  # refused, and not acknowledged
+    session.ask()
+    session.snapshot(refuses=False)  # of no use without the answer to what was asked before
+    session.kill(0, False)
+    session.execute(3)
+    session.kill(3, True)  # nothing was heard of all that
+    session.teardown()
+
+
 # --- the bound of the log --------------------------------------------------------------------------------------------
 
 
@@ -313,22 +79,6 @@ def bounded() -> ProtectedSession:
     session.log.max_bytes = 10_000
     session.recorder.on_sent = session.protection.on_sent
     return session
-
-
-def fill(session: ProtectedSession, share: float) -> None:
-    """Record until the log has reached a part of its bound."""
-    while session.log.byte_count < share * session.log.max_bytes:
-        session.recorder.append(commands.DO, "add", [1])
-        session.added.append(1)
-        session.recorder.flush()
-
-
-def through(session: ProtectedSession, until: threading.Event) -> None:
-    """Be the worker and the thread that reads, until something has happened."""
-    deadline = time.monotonic() + 60
-    while not until.wait(0.001):
-        session._let_all_through()
-        assert time.monotonic() < deadline
 
 
 def test_at_three_quarters_of_the_bound_a_snapshot_is_asked_for(bounded: ProtectedSession) -> None:
@@ -492,9 +242,7 @@ def test_who_ends_the_protection_waits_for_a_worker_that_is_taking_over(bounded:
     goes_on.set()
     reading.join(60)
     assert not settled.is_set()  # the bulk connection and the uploads are still missing
-    protection.note_part()
-    assert not settled.is_set()
-    protection.note_part()
+    bounded.note_rest()
     assert settled.wait(60)
     waiting.join()
     bounded.teardown()

@@ -17,7 +17,6 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import (
     OPERATIONS,
     Ack,
-    Goodbye,
     Hello,
     Message,
     Pong,
@@ -27,7 +26,8 @@ from skyproxy.protocol.messages import (
     Welcome,
 )
 from skyproxy.session import reconnecting
-from skyproxy.session.reconnecting import ReconnectingBulk, ReconnectingOperations, Reconnector
+from skyproxy.session.reconnecting import ReconnectingBulk, ReconnectingOperations
+from skyproxy.session.reconnector import Reconnector
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.waiters import Waiter, Waiters
 from skyproxy.transport.base import Transport
@@ -384,22 +384,6 @@ TestResumedSession.settings = TestResumedOverAFoolishProxy.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-
-
-@pytest.mark.parametrize("state", ["is_leaving", "is_suspended"])
-def test_a_goodbye_of_the_worker_that_is_left_ends_nothing(state: str) -> None:
-    def reopen(role: str, received: int) -> tuple[Transport, Welcome]:
-        raise AssertionError("nothing is opened")
-
-    reconnector = Reconnector(reopen, "there", 1.0)
-    ended = Goodbye("done", "the session ended")
-    assert not reconnector.outlives(ended)
-    recovery = Mock(is_leaving=False, is_suspended=False)
-    reconnector.recovery = recovery
-    assert not reconnector.outlives(ended)
-    assert reconnector.outlives(Goodbye("crashed", ""))
-    setattr(recovery, state, True)
-    assert reconnector.outlives(ended)
 
 
 def test_a_connection_that_comes_back_to_a_session_which_another_worker_goes_on_with_is_cut() -> None:
