@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from skyproxy import torch_codec
+
 Tensor = torch.Tensor
 Check = Callable[[dict[str, object]], None]
 CHECKS: dict[str, Check] = {}
@@ -118,6 +120,34 @@ def _fused_norms_of_weights(given: dict[str, Any]) -> None:
     # It calls the kernel of `_weight_norm_interface` where the dimension is the first or the last, and else broadcasts.
     if given["v"].dim() > 0 and given.get("dim", 0) in (0, given["v"].dim() - 1):
         _norms_of_weights(given)
+
+
+_OF_EACH_PARAMETER = ("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_sums", "momentum_buffer_list")
+
+
+@_checks(*(f"_fused_{name}{place}" for name in ("adagrad", "adam", "adamw", "sgd") for place in ("", "_")))
+def _fused_steps(given: dict[str, Any]) -> None:
+    """The kernels walk through the memory of all by the number of the parameter's elements."""
+    parameters = given["self"]
+    may_be_none = {"max_exp_avg_sqs": not given.get("amsgrad"), "momentum_buffer_list": not given.get("momentum")}
+    for name in ("self", *_OF_EACH_PARAMETER):
+        values = given.get(name, parameters)
+        fits = len(values) == len(parameters) or (not values and may_be_none.get(name, False))
+        require(fits, f"{name} has {len(values)} tensors for {len(parameters)} parameters")
+        for parameter, value in zip(parameters, values, strict=False):
+            require(value.layout is torch.strided and _is_dense(value), f"{name} has a tensor with gaps, or overlaps")
+            require(value.shape == parameter.shape and value.dtype is parameter.dtype, f"{name} has other tensors")
+    for name in ("state_steps", "out"):
+        values = given.get(name, parameters)
+        require(len(values) == len(parameters), f"{name} has {len(values)} tensors for {len(parameters)} parameters")
+    numbers = [*given.get("state_steps", ()), *(given.get(name) for name in ("lr", "grad_scale", "found_inf"))]
+    require(
+        all(n is None or not isinstance(n, Tensor) or n.numel() == 1 for n in numbers), "steps have one number each"
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return torch_codec.storage_extent(tuple(tensor.shape), tensor.stride(), 0) == tensor.numel()
 
 
 @_checks("_logcumsumexp")

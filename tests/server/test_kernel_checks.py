@@ -79,7 +79,36 @@ def test_what_pytorch_itself_asks_for_passes_unchanged() -> None:
         torch._transform_bias_rescale_qkv(torch.rand(2, 3, 24), torch.rand(24), 4)
         ask_as_layers_do()
         ask_directly()
-    assert compared.seen == {name for name in CHECKS if "sobol" not in name and "random" not in name} - COMPOSITES
+    apart = ("sobol", "random", "_fused_a", "_fused_sgd")
+    assert compared.seen == {name for name in CHECKS if not any(part in name for part in apart)} - COMPOSITES
+
+
+def test_fused_steps_of_pytorchs_optimizers_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    for kind, options in (
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adagrad, {}),
+    ):
+        packet = f"_fused_{kind.__name__.lower()}_"
+        op = getattr(torch, packet)
+
+        def checked(*args: Any, op: Any = op, packet: str = packet, **kwargs: Any) -> Any:
+            names = [argument.name for argument in getattr(torch.ops.aten, packet).default._schema.arguments]
+            CHECKS[packet](dict(zip(names, args, strict=False)) | kwargs)
+            seen.append(packet)
+            return op(*args, **kwargs)
+
+        monkeypatch.setattr(torch, packet, checked)
+        parameters = [leaf(3, 4), leaf(2, 3, 4, 5).detach().to(memory_format=torch.channels_last).requires_grad_()]
+        optimizer = kind(parameters, lr=0.1, fused=True, **options)  # type: ignore[arg-type]
+        for _ in range(2):
+            sum(parameter.square().sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+            optimizer.step()
+    assert set(seen) == {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"}
 
 
 def ask_as_layers_do() -> None:
@@ -259,6 +288,15 @@ MARGINS = {
             {"input": FLOATS(3, 2).byte()},
         ),
         ("random_", {"self": SIX, "from": (1 << 63) - 2}, {"from": (1 << 63) - 1}),
+        ("_fused_sgd_", {"self": [SIX], "grads": [SIX], "momentum_buffer_list": []}, {"grads": [FLOATS(2, 0)]}),
+        ("_fused_sgd_", {"self": [SIX], "grads": [SIX], "momentum_buffer_list": []}, {"grads": []}),
+        ("_fused_sgd_", {"self": [SIX], "grads": [SIX], "momentum_buffer_list": []}, {"momentum": 0.9}),
+        ("_fused_sgd", {"self": [SIX], "grads": [SIX], "momentum": 0}, {"grads": [FLOATS(1).expand(6)]}),
+        ("_fused_sgd", {"self": [SIX], "grads": [SIX], "momentum": 0}, {"out": []}),
+        ("_fused_adam_", {"self": [SIX], "grads": [SIX], "exp_avgs": [SIX]}, {"exp_avgs": [FLOATS(1)]}),
+        ("_fused_adam_", {"self": [SIX], "grads": [SIX], "max_exp_avg_sqs": []}, {"amsgrad": True}),
+        ("_fused_adam_", {"self": [SIX], "grads": [SIX], "state_steps": [FLOATS(1)]}, {"state_steps": [FLOATS(0)]}),
+        ("_fused_adagrad_", {"self": [SIX], "grads": [SIX], "state_sums": [SIX]}, {"state_sums": [SIX.double()]}),
         ("arange", {"start": 0, "end": (1 << 63) - 2, "step": 0}, {"step": -1}),
         ("arange", {"start": 9e300, "end": -9e300, "step": -1e300}, {"dtype": torch.int64}),
         ("range", {"start": 0.0, "end": 5, "out": LABELS}, {"start": -float(1 << 63)}),
