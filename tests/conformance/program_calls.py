@@ -302,7 +302,7 @@ def _pool(d: Draws, x: torch.Tensor, *_: Any) -> Any:
     n = {2: 1, 3: 1, 4: 2, 5: 3}.get(x.dim(), 2)
     kind = d.one("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
     function = getattr(F, f"{kind}{n}d")
-    x = x if x.is_floating_point() else x.abs().float()  # pooling of integers is known for some layouts only
+    x = x if x.is_floating_point() else (x * 1.0).abs().float()  # pooling of integers is known for some layouts only
     return function(x, 2.0, 2) if kind == "lp_pool" else function(x, d.int(1, 2))
 
 
@@ -325,7 +325,7 @@ def _classes(d: Draws, x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _attention(d: Draws, x: torch.Tensor, y: torch.Tensor, *_: Any) -> torch.Tensor:
-    x, y = (t if t.is_floating_point() else t.abs().float() for t in (x, y))
+    x, y = (t if t.is_floating_point() else (t * 1.0).abs().float() for t in (x, y))
     return F.scaled_dot_product_attention(x, d.one(x, y), x, is_causal=d.chance(0.5))
 
 
@@ -353,7 +353,7 @@ def _module(d: Draws, x: torch.Tensor, *_: Any) -> Any:
         d.one("linear", "layer", "group", "batch", "rms", "gru", "lstm", "mha", "embedding", "bilinear"),
         d.int(0, 99),
     )
-    with _numbers_from(seed):
+    with _numbers_from(seed), torch.device("cpu"):
         module: Any = {
             "linear": lambda: torch.nn.Linear(n, 3),
             "layer": lambda: torch.nn.LayerNorm(n),

@@ -423,7 +423,8 @@ EFFECTS: dict[str, Call] = {
     "cumsum_": lambda d, x, y, z: x.cumsum_(d.dim(x)) is None or None,
     "fill_diagonal_": lambda d, x, y, z: x.fill_diagonal_(d.number()) is None or None,
     "put_": lambda d, x, y, z: (
-        x.put_(torch.zeros(1, dtype=torch.long, device=d.device), y.flatten()[:1], accumulate=d.chance(0.5)) is None
+        x.put_(torch.zeros(1, dtype=torch.long, device=d.device), y.flatten()[:1].to(x.dtype), accumulate=d.chance(0.5))
+        is None
         or None
     ),
     "swap into": lambda d, x, y, z: x.__ior__(y) is None or None,

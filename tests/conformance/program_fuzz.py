@@ -224,8 +224,9 @@ class Comparison:
                 for row, a, b in zip(self._apart, ours.pool, theirs.pool)
             ]
         if heard:  # what was begun counts as a change, also in graphs
+            begun = [a.grad_fn is not None or b.grad_fn is not None for a, b in zip(ours.pool, theirs.pool)]
             for side in (ours, theirs):
-                side.pool = [x.detach() if x.grad_fn is not None else x for x in side.pool]
+                side.pool = [x.detach() if changed else x for x, changed in zip(side.pool, begun)]
             self._apart = [counts_apart(a, b) for a, b in zip(ours.pool, theirs.pool)]
         if theirs.error is not None and may_be_half_done(step):
             return None

@@ -67,7 +67,10 @@ def _counts(x: torch.Tensor) -> tuple[int, int]:
 def metadata(ours: list[torch.Tensor], theirs: list[torch.Tensor], apart: list[Apart]) -> tuple[str, str] | None:
     """What of the looks of tensors, and of who shares memory with whom, is not the same."""
     for number, (a, b) in enumerate(zip(ours, theirs)):
-        mine, other = _look(a), _look(b)
+        try:
+            mine, other = _look(a), _look(b)
+        except Exception as error:  # PyTorch makes the history of a view when it is asked for
+            return "look", f"tensor {number} cannot be looked at: {said(error)}"
         for name, expected in other.items():
             if name in apart[number]:
                 expected += apart[number][name]

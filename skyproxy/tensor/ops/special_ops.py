@@ -250,15 +250,21 @@ def _ctc_loss(
 _COMPOSITE_CTC_LOSS = functools.partial(aten.ctc_loss.Tensor._op_dk, DispatchKey.CompositeImplicitAutograd)
 
 
-def _wrap_fill(functional: OpOverload) -> Callable[..., torch.Tensor]:
+def _wrap_fill(functional: OpOverload, *, converts: bool = True) -> Callable[..., torch.Tensor]:
     """An out= form made of the functional one, where PyTorch's own form fails for tensors of our kind.
 
     That of `linalg.matrix_rank` does not fill `out` for tensor subclasses; that of `matmul` asks C++ whether two
     tensors share a storage, which only Python knows of ours.
+
+    Args:
+        converts: whether `out` may have another dtype than the result.
     """
 
     def fill(*args: object, out: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        return _fill_from(functional(*args, **kwargs), out, functional.name())
+        result = functional(*args, **kwargs)
+        if not converts and out.dtype is not result.dtype:
+            raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead")
+        return _fill_from(result, out, functional.name())
 
     return fill
 
@@ -283,7 +289,7 @@ _COMPOSITES: dict[str, Callable[..., object]] = {
     "linalg_svdvals": _svdvals,
     "linalg_eigvalsh": _eigvalsh,
     "linalg_eigvals": _eigvals,
-    "matmul.out": _wrap_fill(aten.matmul.default),
+    "matmul.out": _wrap_fill(aten.matmul.default, converts=False),
     "linalg_matrix_rank.out": _wrap_fill(aten.linalg_matrix_rank.default),
     "linalg_matrix_rank.out_tol_tensor": _wrap_fill(aten.linalg_matrix_rank.tol_tensor),
     "linalg_matrix_rank.atol_rtol_float_out": _wrap_fill(aten.linalg_matrix_rank.atol_rtol_float),

@@ -159,3 +159,12 @@ def test_classes_that_are_no_whole_numbers_are_refused_in_pytorchs_words(sky: st
     for device in ("cpu", sky):
         with pytest.raises(RuntimeError, match="index tensor of type LongTensor"):
             torch.nn.functional.one_hot(torch.tensor([float("nan")], device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(2, 2), (2,)], ids=str)
+def test_a_product_is_not_written_into_another_dtype(shape: tuple[int, ...], dtype: torch.dtype, sky: str) -> None:
+    for device in ("cpu", sky):
+        x = torch.ones(shape, device=device)
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.matmul(x, x, out=torch.zeros((2, 2) if len(shape) == 2 else (), dtype=dtype, device=device))

@@ -79,7 +79,7 @@ def test_the_out_form_of_range_resizes_and_fills_it(bounds: tuple[float, ...], d
 
 def test_the_out_form_refuses_what_pytorch_refuses(sky1: str) -> None:
     a = torch.ones(2, 2, device=sky1)
-    with pytest.raises(RuntimeError, match=r"can't be cast|expected out tensor to have dtype"):
+    with pytest.raises(RuntimeError, match=r"Expected out tensor to have dtype"):
         torch.matmul(a, a, out=torch.ones(2, 2, dtype=torch.int64, device=sky1))
 
 
