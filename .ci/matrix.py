@@ -37,6 +37,7 @@ GROUPS: dict[str, tuple[list[str], str]] = {
     "server": (["tests/server"], FAST),
     "integration": (["tests/integration"], FAST),
     "sweep": (["tests/conformance"], "not gpu"),
+    "metadata": (["tests/conformance/test_cuda_metadata.py"], "not gpu"),
 }
 TOOLS = ["expecttest", "hypothesis", "numpy", "pytest", "pytest-timeout", "pytest-xdist", "safetensors"]
 TOOLS += ["scikit-learn", "tqdm", "trustme"]

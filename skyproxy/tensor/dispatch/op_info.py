@@ -76,17 +76,20 @@ _FAKED_WRONGLY = frozenset(
         "aten::_embedding_bag",
         "aten::_embedding_bag_forward_only",
         "aten::_grouped_mm",
+        "aten::block_diag",
         "aten::max_unpool2d",
         "aten::mkldnn_rnn_layer",
         "aten::mkldnn_rnn_layer_backward",
         "aten::multilabel_margin_loss_forward",
     }
 )
-"""Ops whose fake kernels give fresh results other sizes or strides than the real ones, or refuse what those take."""
+"""Ops whose fake kernels give results of other sizes, strides or dtypes than real ones, or refuse what those take."""
 _WITH_STATISTICS = frozenset(
     {
         "aten::_fused_rms_norm",
         "aten::_native_batch_norm_legit",
+        "aten::_batch_norm_no_update",
+        "aten::_batch_norm_with_update",
         "aten::_native_batch_norm_legit_no_training",
         "aten::native_batch_norm",
         "aten::native_group_norm",
@@ -95,6 +98,17 @@ _WITH_STATISTICS = frozenset(
     }
 )
 """Ops that give or take statistics of their input: of half precision, in which dtype depends on the device."""
+_SIZED_BY_KIND = frozenset(
+    {
+        "aten::_batch_norm_no_update",
+        "aten::_batch_norm_with_update",
+        "aten::_native_batch_norm_legit",
+        "aten::_native_batch_norm_legit_no_training",
+        "aten::log_sigmoid_forward",
+        "aten::native_batch_norm",
+    }
+)
+"""Ops whose results have other sizes on CUDA: what kernels note for derivatives is empty on one of the two."""
 _FOLLOWED_IN_PLACE = (
     "add_.Tensor add_.Scalar sub_.Tensor sub_.Scalar mul_.Tensor mul_.Scalar fill_.Scalar fill_.Tensor zero_ copy_ "
     "_foreach_add_.Scalar _foreach_add_.List _foreach_add_.Tensor _foreach_add_.ScalarList _foreach_sub_.Scalar "
@@ -147,12 +161,14 @@ class OpInfo:
         asks_worker_for_shape: whether the worker is asked for the form of the results the first time, because
             PyTorch's fake kernels are not to be trusted with this op.
         asks_worker_for_halves: the same for tensors of half precision only.
+        asks_cuda_for_shape: the same for workers with CUDA only.
         columns: whether its results for each place of its lists look as if that place came alone.
         is_matmul: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
         followed: whether its result is known where its operands are, see `known_results`.
     """
 
     __slots__ = (
+        "asks_cuda_for_shape",
         "asks_worker_for_halves",
         "asks_worker_for_shape",
         "columns",
@@ -213,6 +229,7 @@ class OpInfo:
             or any(a.kwarg_only and a.name in self.writes for a in schema.arguments)
         )
         self.asks_worker_for_halves = packet in _WITH_STATISTICS
+        self.asks_cuda_for_shape = packet in _SIZED_BY_KIND
         takes_tensors = not {TENSOR, TENSORS}.isdisjoint(self.kinds)
         self.creates = self.returns == (None,) and not takes_tensors and "device" in self.names
         self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))

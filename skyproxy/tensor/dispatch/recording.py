@@ -96,6 +96,14 @@ def _is_plain_subclass(a: torch.Tensor) -> bool:
     return type(a).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
+def _depends_on_kind(call: BoundCall) -> bool:
+    """Return whether only the worker can tell what the results look like, which nothing here knows of its device."""
+    info = call.info
+    if info.asks_worker_for_halves and any(t.dtype in _HALVES for t in call.tensors):
+        return True
+    return info.asks_worker_for_shape or (info.asks_cuda_for_shape and call.device.row["type"] == "cuda")
+
+
 def run(call: BoundCall) -> Any:
     """Records a call that was taken apart; infers what its results look like where that is not known yet."""
     key = tuple(call.key)
@@ -112,8 +120,7 @@ def run(call: BoundCall) -> Any:
         if entry is None:
             # What is written may be resized by values that no fake tensor has.
             return ask(call, key if call.info.asks_worker_for_shape and not call.info.writes else None)
-        has_halves = call.info.asks_worker_for_halves and any(t.dtype in _HALVES for t in call.tensors)
-        if call.info.asks_worker_for_shape or has_halves:
+        if _depends_on_kind(call):
             return ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)
@@ -168,6 +175,8 @@ def learn(
 
     The short way, for arguments that the fast path has taken: tensors, numbers, lists of them, constants.
     """
+    if info.asks_cuda_for_shape and device.row["type"] == "cuda":
+        return None
     looks: list[Any] = []
     templates: list[object] = []
     for a, how in zip(args, info.kinds, strict=False):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.dispatch import inference
 
@@ -209,3 +210,31 @@ def test_a_network_may_begin_with_a_norm(training: bool, frozen: str | None, sky
 
     for ours, theirs in zip(gradients(sky1), gradients("cpu"), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def _in_evaluation(x: torch.Tensor) -> torch.Tensor:
+    return torch.batch_norm(x, None, None, x[0, :, 0] * 0, x[0, :, 0] * 0 + 1, False, 0.1, 1e-5, False)
+
+
+@pytest.mark.parametrize("run", [torch.nn.functional.logsigmoid, _in_evaluation])
+def test_what_cuda_notes_for_derivatives_in_another_size_is_asked_of_such_a_worker(
+    run: Callable[[torch.Tensor], torch.Tensor], sky1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each look; `tests/conformance/test_cuda_metadata.py` finds the operators."""
+    for kind, asked in (("cpu", 0), ("cuda", 1), ("cuda", 0)):
+        monkeypatch.setitem(DEVICES.of(sky1).row, "type", kind)
+        x = torch.randn(2, 3, 11 + (kind == "cuda")).to(sky1)
+        before = torch.sky.stats()["round_trips"]
+        result = run(x)
+        assert torch.sky.stats()["round_trips"] - before == asked
+        assert torch.allclose(result.cpu(), run(x.cpu()))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.bfloat16, torch.float64)], ids=str)
+def test_blocks_that_are_numbers_do_not_change_the_dtype_of_a_diagonal(
+    dtypes: tuple[torch.dtype, torch.dtype], sky1: str
+) -> None:
+    block, number = torch.ones(2, 2, dtype=dtypes[0]), torch.tensor(2.0, dtype=dtypes[1])
+    expected, found = torch.block_diag(block, number), torch.block_diag(block.to(sky1), number.to(sky1))
+    assert found.dtype == expected.dtype == dtypes[0]
+    assert torch.equal(found.cpu(), expected)
