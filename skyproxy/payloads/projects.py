@@ -299,9 +299,11 @@ def _looked_lately() -> bool:
 def _last_name() -> tuple[str, object]:
     """Return the name and the identity of what was put into `sys.modules` last."""
     try:
-        name = next(reversed(sys.modules))
+        name = next(reversed(sys.modules), "")
         return name, id(sys.modules.get(name))
-    except (RuntimeError, StopIteration):  # another thread imports something at this moment
+    except RuntimeError as error:  # another thread imports something at this moment
+        if raised_by_handler(error):
+            raise
         return "", 0
 
 
