@@ -6,19 +6,26 @@ in tests/gpu.
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from skyproxy.errors import ProtocolError
 from skyproxy.settings import SETTINGS
+from skyproxy_server import compiled
 from skyproxy_server import usage as usage_module
 from skyproxy_server.controls import CONTROLS
+from skyproxy_server.devices import WorkerDevices
 from skyproxy_server.executor import Executor
+from skyproxy_server.functions import isolated_process
 from skyproxy_server.isolation import session_process
+from skyproxy_server.profiling import WorkerProfile
+from skyproxy_server.reports import Reports
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots import requests
 from skyproxy_server.transfers import Transfers
@@ -208,3 +215,69 @@ def test_a_sessions_share_of_each_gpu_is_set_when_it_is_first_used(runtime: Runt
     session_process._apply_bounds({"gpu_fraction": 0.25, "devices": [CPU]})
     session_process._apply_bounds({"gpu_fraction": None, "devices": GPUS})
     assert runtime.delayed == []
+
+
+@pytest.mark.parametrize("devices", [[*GPUS, CPU], [CPU]], ids=["GPUs", "CPU"])
+def test_a_profile_has_the_kernels_of_gpus_and_ends_when_they_have(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, devices: list[dict[str, Any]]
+) -> None:
+    begun: list[list[ProfilerActivity]] = []
+    make, on_gpus = torch.profiler.profile, len(devices) > 1
+
+    def profile(activities: list[ProfilerActivity], *, record_shapes: bool) -> Any:
+        begun.append(list(activities))
+        made = make(activities=[ProfilerActivity.CPU], record_shapes=record_shapes)  # this build has no other
+        stop = made.stop
+        made.stop = lambda: (runtime.ask("stop", None), stop())[1]
+        return made
+
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    made = WorkerProfile(WorkerDevices(devices), Reports(lambda message: None), shapes=False)
+    with made.batch(7):
+        torch.ones(3).sum()
+    assert b"batch 7" in gzip.decompress(made.stop())
+    assert begun == [[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + on_gpus]]
+    assert runtime.calls == [("synchronize", 0)] * on_gpus + [("stop", 0)]
+
+
+def test_functions_in_a_process_of_their_own_have_the_random_numbers_of_all_gpus(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {0: torch.arange(16, dtype=torch.uint8), 1: torch.arange(16, dtype=torch.uint8) + 1}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda index: runtime.ask("get", index, kept[index]))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda value, index: runtime.ask("set", index, kept.update({index: value}))
+    )
+    states = isolated_process.generator_states()
+    assert [(kind, index) for kind, index, _ in states] == [("cpu", 0), ("cuda", 0), ("cuda", 1)]
+    expected = {index: value.clone() for index, value in kept.items()}
+    kept.clear()
+    isolated_process.put_generator_states(states)
+    assert runtime.calls == [("get", 0), ("get", 1), ("set", 0), ("set", 1)]
+    assert all(torch.equal(kept[index], expected[index]) for index in (0, 1))
+    runtime.initialized = False  # nobody has drawn there
+    assert [kind for kind, _, _ in isolated_process.generator_states()] == ["cpu"]
+
+
+def test_graphs_for_a_gpu_are_compiled_where_triton_is_and_with_processes_of_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import compile_fx, config
+
+    for has_triton in (True, False):
+        monkeypatch.setattr("torch.utils._triton.has_triton", lambda has_triton=has_triton: has_triton)
+        assert ("triton" in compiled.compiler_problem("cuda")) is not has_triton
+    seen: list[tuple[bool, bool]] = []
+
+    def compile_played(module: torch.fx.GraphModule, arguments: list[object]) -> Callable[..., object]:
+        seen.append((config.fallback_random, config.compile_threads == 1))
+        return module
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_played)
+    module = torch.fx.symbolic_trace(torch.nn.Identity())
+    with config.patch(compile_threads=4, fallback_random=False):
+        for is_there in (True, False):
+            monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
+            assert compiled._compile(module, (torch.ones(2),))(3) == 3
+    assert seen == [(True, False), (True, True)]
