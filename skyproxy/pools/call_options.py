@@ -46,8 +46,8 @@ class Retry:
         """
         if given is None or isinstance(given, Retry):
             return given
-        if given < 0:
-            raise ConfigurationError(f"retry={given} is negative. Use 0 or more.")
+        if type(given) is not int or given < 0:
+            raise ConfigurationError(f"retry={given!r:.80} is no number of times. Use 0 or more, or a Retry.")
         return cls(given) if given else None
 
 

@@ -22,7 +22,7 @@ from skyproxy.pools.pool_jobs import PoolJobs
 from skyproxy.pools.progress_view import ProgressView
 from skyproxy.pools.running import RUNNING, not_running_text
 from skyproxy.pools.scheduler import Scheduler
-from skyproxy.pools.specification import transformed, worker_spec
+from skyproxy.pools.specification import check_plugins, check_provider, transformed, worker_spec
 from skyproxy.pools.workers import Workers
 from skyproxy.providers.accelerators import Accelerator
 from skyproxy.providers.base import Launched, Progress, Provider, Volume, WorkerSpec
@@ -144,6 +144,8 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
         if procs_per_node == "gpu":
             checked["procs_per_node"] = 1
         worker_spec(**self._asked | checked, local=False)
+        check_plugins(plugins)
+        check_provider(provider)
         self.plugins = tuple(plugins)
         self._provider = provider
         self._concurrency = concurrency

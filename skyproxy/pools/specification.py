@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, SupportsFloat
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.providers.accelerators import Accelerator
@@ -54,6 +56,12 @@ def worker_spec(
     """
     if type(nodes) is not int or nodes < 1:
         raise ConfigurationError(f"nodes={nodes!r}: a pool has at least one node. Use 1 or more.")
+    _check_kind("resources", resources, Mapping, "a dict: {'cpu': '4', 'memory': '8Gi'}")
+    _check_kind("env", env, Mapping, "a dict: {'NAME': 'value'}")
+    _check_kind("image", image, Image | str, "an Image, or the name of a container image")
+    _check_kind("volumes", volumes, Sequence, "a list: [{'name': 'cache', 'storage': '10Gi', 'path': '/cache'}]")
+    for volume in volumes:
+        _check_kind("volumes: an element", volume, Volume | Mapping, "a Volume, or a dict with name, storage and path")
     kind = Accelerator.parse(accelerator)
     amounts = {str(key): str(value) for key, value in (resources or {}).items()}
     _amount(amounts, "cpu", "vcpus", vcpus, "")
@@ -101,16 +109,46 @@ def transformed(spec: WorkerSpec, plugins: Sequence[Plugin]) -> WorkerSpec:
     return spec if image == before else replace(spec, image=image)
 
 
-def _amount(amounts: dict[str, str], key: str, name: str, value: float | None, unit: str) -> None:
+def check_plugins(plugins: Sequence[object]) -> None:
+    """Check that plugins are a list of objects with hooks.
+
+    Raises:
+        ConfigurationError: they are something else.
+    """
+    _check_kind("plugins", plugins, Sequence, "a list: [skyproxy.plugins.torch()]")
+    for plugin in plugins:
+        if isinstance(plugin, type | str):
+            raise ConfigurationError(
+                f"plugins: {plugin!r:.80} is no plugin. Make one: plugins=[skyproxy.plugins.torch()]."
+            )
+
+
+def check_provider(provider: object) -> None:
+    """Check that a provider is one, not its name or its class.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if isinstance(provider, type) or not (provider is None or callable(getattr(provider, "launch", None))):
+        raise ConfigurationError(f"provider={provider!r:.80} is no provider. Make one: provider=skyproxy.Local().")
+
+
+def _check_kind(name: str, value: object, kind: Any, wanted: str) -> None:
+    if value is not None and (not isinstance(value, kind) or (kind is Sequence and isinstance(value, str))):
+        raise ConfigurationError(f"{name}={value!r:.80} is {type(value).__name__}. Give {wanted}.")
+
+
+def _amount(amounts: dict[str, str], key: str, name: str, value: object, unit: str) -> None:
     if value is None:
         return
     if key in amounts:
         raise ConfigurationError(
             f"{name}={value} and resources[{key!r}]={amounts[key]!r} say the same thing twice. Give one."
         )
-    if value <= 0:
-        raise ConfigurationError(f"{name}={value}: use a number above 0.")
-    amounts[key] = f"{value:g}{unit}"
+    number = float(value) if isinstance(value, SupportsFloat) and not isinstance(value, bool) else math.nan
+    if not 0 < number < math.inf:
+        raise ConfigurationError(f"{name}={value!r:.80}: use a number above 0.")
+    amounts[key] = f"{number:g}{unit}"
 
 
 def _procs(given: int | str, kind: Accelerator | None, amounts: Mapping[str, str], nodes: int, local: bool) -> int:

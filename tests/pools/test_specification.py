@@ -92,6 +92,14 @@ def test_names_are_made_up_and_differ() -> None:
         ({"idle_timeout": "soon"}, "idle_timeout"),
         ({"keep": True}, "name"),
         ({"volumes": [{"name": "x"}]}, "storage"),
+        ({"volumes": ["x"]}, "volumes: an element='x' is str. Give a Volume"),
+        ({"volumes": "x"}, "volumes='x' is str. Give a list"),
+        ({"resources": 5}, "resources=5 is int. Give a dict"),
+        ({"env": ["A=b"]}, "env=.* is list. Give a dict"),
+        ({"image": 3}, "image=3 is int. Give an Image"),
+        ({"memory_gb": "lots"}, "memory_gb='lots': use a number"),
+        ({"vcpus": float("nan")}, "vcpus=nan"),
+        ({"vcpus": True}, "vcpus=True"),
     ],
 )
 def test_what_cannot_work_is_named(asked: dict[str, Any], told: str) -> None:
@@ -104,6 +112,16 @@ def test_a_compute_says_so_where_it_was_written() -> None:
         sky.Compute(nodes=0)
     with pytest.raises(ConfigurationError, match="concurrency"):
         sky.Compute(concurrency=0)
+    with pytest.raises(ConfigurationError, match="retry='a'"):
+        sky.Compute(retry="a")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"provider='local' is no provider. Make one"):
+        sky.Compute(provider="local")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"provider=.*Local.* is no provider. Make one"):
+        sky.Compute(provider=sky.Local)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"plugins='torch' is str. Give a list"):
+        sky.Compute(plugins="torch")
+    with pytest.raises(ConfigurationError, match="plugins: 'torch' is no plugin"):
+        sky.Compute(plugins=["torch"])  # type: ignore[list-item]
 
 
 class Adds:
