@@ -210,3 +210,12 @@ def test_a_named_value_without_memory_is_saved_and_comes_back_without(tmp_path: 
     assert "was resized to 0 bytes" in second.error(6)
     second.run(commands.DO, "resize_storage", [5, 4000], FIRST, 5, 7)
     assert float(second.executor.state.values.slots[7]) == 0  # type: ignore[arg-type]
+
+
+def test_nothing_of_memory_that_is_gone_is_read_for_a_views_error(worker: Worker) -> None:
+    """A list is of no use to a view, and PyTorch writes the numbers of its tensors into the error."""
+    worker.executor.state.values.slots[1] = torch.ones(1 << 20)
+    worker.run(SPLIT, 1, 1 << 19, 2)
+    worker.run(commands.DO, "resize_storage", [1, 0])
+    worker.run(EXPAND, 2, [1], 3)
+    assert "was resized to 0 bytes" in worker.error(3)
