@@ -59,14 +59,22 @@ class Moving:
         through(self.session, self._is_over)
 
 
-def test_what_is_restored_once_the_other_worker_is_ready_is_left_for_that_one(session: ProtectedSession) -> None:
-    """What is restored at the worker before is left for the other one, and the move says no earlier that it is done."""
+@pytest.mark.parametrize("is_found", [True, False])
+def test_what_is_restored_once_the_other_worker_is_ready_is_left_for_that_one(
+    session: ProtectedSession, is_found: bool
+) -> None:
+    """What is restored at the worker before is left for the other one, and the move says no earlier that it is done.
+
+    It also goes on where no worker is found for the one that is left.
+    """
     moving = Moving(session)
     open_anew, begun, goes_on = session.protection._open_anew, threading.Event(), threading.Event()
 
     def slow(reason: str, stop: threading.Event) -> NewSession:
         begun.set()
         assert goes_on.wait(60)
+        if not is_found:
+            raise SessionLostError("no other worker")
         return open_anew(reason, stop)
 
     session.protection._open_anew = slow
@@ -96,30 +104,6 @@ def test_what_is_restored_before_the_other_worker_is_ready_is_no_move(session: P
     assert not moving._is_over.is_set()
     moving.is_ready()
     session._read()
-    session.workers.append(moving.target)
-    session.note_rest()
-    moving.wait()
-    assert (moving.error, moving.left) == (None, 1)
-    session.teardown()
-
-
-def test_a_move_goes_on_where_no_worker_is_found_for_the_one_that_is_left(session: ProtectedSession) -> None:
-    moving = Moving(session)
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def none(reason: str, stop: threading.Event) -> NewSession:
-        begun.set()
-        assert goes_on.wait(60)
-        raise SessionLostError("no other worker")
-
-    session.protection._open_anew = none
-    session.worker.is_dead = True
-    reading = threading.Thread(target=session._read, daemon=True)
-    reading.start()
-    assert begun.wait(60)
-    moving.is_ready()
-    goes_on.set()
-    reading.join(60)
     session.workers.append(moving.target)
     session.note_rest()
     moving.wait()

@@ -64,11 +64,13 @@ def _repr(self: RemoteTensor, *, tensor_contents: object = None) -> str:
     if tensor_contents is None and (self.numel() or self.layout is not torch.strided):
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
             outside = torch._C._DisableFuncTorch()  # of transforms that run, until it is deleted: as PyTorch prints
-            values: RemoteTensor = self.detach()  # type: ignore[assignment]
-            strided = self.layout is torch.strided
-            name = "tensor" if type(self) is RemoteTensor else type(self).__name__
-            tensor_contents = _contents(values, len(name) + 1) if strided else _sparse_contents(values)
-            del outside
+            try:
+                values: RemoteTensor = self.detach()  # type: ignore[assignment]
+                strided = self.layout is torch.strided
+                name = "tensor" if type(self) is RemoteTensor else type(self).__name__
+                tensor_contents = _contents(values, len(name) + 1) if strided else _sparse_contents(values)
+            finally:
+                del outside  # an error's traceback would keep it, and no transform work as long as somebody has that
     text = str(_tensor_str._str(self, tensor_contents=tensor_contents))
     if type(self) is not RemoteTensor:
         return text

@@ -254,3 +254,13 @@ def test_slices_of_every_dtype_come_back_to_the_last_bit(dtype: torch.dtype, sky
         back = remote[cut].cpu()
         assert back.dtype is dtype
         assert torch.equal(back.contiguous().view(torch.uint8), local[cut].contiguous().view(torch.uint8))
+
+
+def test_an_error_of_printing_that_somebody_keeps_leaves_transforms_alone(sky1: str) -> None:
+    """A notebook keeps the last error, and with it the frames that it came through."""
+    x, rows = torch.arange(4.0, device=sky1), torch.ones(3, 2, dtype=torch.int32, device=sky1)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="storage") as kept:
+        repr(x)
+    assert torch.vmap(torch.vmap(lambda row: row.new_zeros(2) + row))(rows).tolist() == [[[1, 1]] * 2] * 3
+    assert kept.value.__traceback__ is not None
