@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
+import traceback
 from collections import Counter
 
 import pytest
@@ -56,7 +58,12 @@ def test_a_pool_of_sixteen_takes_hardly_more_threads_than_a_pool_of_one() -> Non
     helpers = "skyproxy-helper"  # more than there are at rest are for moments in which all of them wait
     assert sixteen.total() - sixteen[helpers] <= one.total() - one[helpers] + MOST_MORE, (one, sixteen)
     assert sixteen[helpers] <= 64
-    wait_for(lambda: own_threads()[helpers] <= 4, "helpers that are not needed end")
+    try:
+        wait_for(lambda: own_threads()[helpers] <= 4, "helpers that are not needed end")
+    except AssertionError as late:
+        frames = sys._current_frames()
+        places = [frames[thread.ident] for thread in threading.enumerate() if thread.name == helpers and thread.ident]
+        raise AssertionError("\n\n".join("".join(traceback.format_stack(place)) for place in places)) from late
 
 
 def test_a_process_that_dies_is_replaced_and_its_connections_leave_nothing() -> None:
