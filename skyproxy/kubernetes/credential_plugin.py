@@ -106,8 +106,9 @@ async def _show(stream: asyncio.StreamReader | None) -> str:
     last = ""
     while piece := await stream.read(1 << 16):
         text = piece.decode(errors="replace")
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
         last = (last + text)[-500:]
     return last.strip()
 
