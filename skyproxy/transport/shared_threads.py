@@ -55,8 +55,9 @@ class SharedThreads:
     """One thread that waits for all connections, and helpers.
 
     There are few helpers, and one more for each tick in which none of them took a job that waits: a peer that is slow
-    holds up a helper, and never the other connections. The thread sleeps until something is to do; it counts ticks only
-    while all helpers have something in hand.
+    holds up a helper, and never the other connections. Those that came in addition end when for a while there
+    was no such tick. The thread sleeps until something is to do; it counts ticks only while all helpers have something
+    in hand.
 
     Attributes:
         submit: has a helper call a function, soon. One call in C, so that neither Ctrl-C nor a destructor can find it
@@ -80,6 +81,7 @@ class SharedThreads:
         self._taken_before = (0, 0.0)
         self._busy: set[threading.Thread] = set()
         self._were_all_busy = False
+        self._all_needed_at = time.monotonic()
         helpers = [threading.Thread(target=self._help, name="skyproxy-helper", daemon=True) for _ in range(_HELPERS)]
         self._helpers = set(helpers)
         for thread in (threading.Thread(target=self._wait, name="skyproxy-shared", daemon=True), *helpers):
@@ -211,12 +213,15 @@ class SharedThreads:
                 self._let_go(descriptor, receiver)
 
     def _relieve_helpers(self) -> None:
-        """Have one helper more where a tick has passed in which none took a job that waits."""
+        """Note a tick in which all were busy and none took a job; where one waits, have a helper more."""
         taken, since = self._taken_before
         now = time.monotonic()
         if self._taken != taken or len(self._busy) < len(self._helpers):
             self._taken_before = self._taken, now
-        elif now - since >= _TICK_SECONDS and self._jobs.qsize() and len(self._helpers) < _MOST_HELPERS:
+        elif now - since >= _TICK_SECONDS:
+            self._all_needed_at = now
+            if not self._jobs.qsize() or len(self._helpers) >= _MOST_HELPERS:
+                return
             self._taken_before = taken, now
             helper = threading.Thread(target=self._help, args=(_IDLE_SECONDS,), name="skyproxy-helper", daemon=True)
             self._helpers.add(helper)
@@ -235,6 +240,9 @@ class SharedThreads:
                 self._do(job)
                 del job  # else the last one would live until the next
                 self._busy.discard(me)
+                # Helpers take turns: where jobs come regularly, each gets one before it has waited for long.
+                if idle_seconds is not None and time.monotonic() - self._all_needed_at >= idle_seconds:
+                    break
         self._helpers.discard(me)
         self._note_whether_all_are_busy()
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
-import traceback
 from collections import Counter
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 
 import skyproxy as sky
 from skyproxy.errors import RankErrors, SessionLostError
+from skyproxy.transport.shared_threads import shared_threads
 from tests.integration.programs import wait_for
 
 pytestmark = [
@@ -58,12 +57,9 @@ def test_a_pool_of_sixteen_takes_hardly_more_threads_than_a_pool_of_one() -> Non
     helpers = "skyproxy-helper"  # more than there are at rest are for moments in which all of them wait
     assert sixteen.total() - sixteen[helpers] <= one.total() - one[helpers] + MOST_MORE, (one, sixteen)
     assert sixteen[helpers] <= 64
-    try:
-        wait_for(lambda: own_threads()[helpers] <= 4, "helpers that are not needed end")
-    except AssertionError as late:
-        frames = sys._current_frames()
-        places = [frames[thread.ident] for thread in threading.enumerate() if thread.name == helpers and thread.ident]
-        raise AssertionError("\n\n".join("".join(traceback.format_stack(place)) for place in places)) from late
+    shared = shared_threads()
+    assert shared is not None
+    wait_for(lambda: len(shared._helpers) <= 4, "helpers that are not needed end")
 
 
 def test_a_process_that_dies_is_replaced_and_its_connections_leave_nothing() -> None:

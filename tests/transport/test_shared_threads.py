@@ -144,6 +144,25 @@ def test_jobs_that_wait_for_each_other_hold_up_nobody_else(threads: SharedThread
     assert all(done.wait(PATIENCE_SECONDS) for done in ended)
 
 
+def test_helpers_that_are_not_needed_end_although_jobs_come_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take turns: each gets one of the regular jobs before it has waited for long."""
+    monkeypatch.setattr("skyproxy.transport.shared_threads._IDLE_SECONDS", 0.5)
+    own = SharedThreads()
+    usual = len(own._helpers)
+    release = threading.Event()
+    for _ in range(usual + 8):
+        own.submit(lambda: release.wait(PATIENCE_SECONDS))
+    wait_for(lambda: len(own._helpers) == usual + 8, "there is one for each")
+    end = threading.Event()
+    for _ in range(40):  # as of many connections, at the same moment
+        own.repeat(lambda: None if end.wait(0.005) else 0.05)
+    release.set()
+    try:
+        wait_for(lambda: len(own._helpers) == usual, "the others have ended", PATIENCE_SECONDS)
+    finally:
+        end.set()
+
+
 def test_a_job_that_fails_harms_no_other(threads: SharedThreads, caplog: pytest.LogCaptureFixture) -> None:
     done = threading.Event()
     threads.submit(lambda: 1 // 0)
