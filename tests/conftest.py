@@ -6,6 +6,7 @@ Not threads of this process: a worker draws from its process's default generator
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import ssl
 import sys
@@ -62,6 +63,16 @@ def sky(sky_devices: tuple[str, str]) -> str:
 def sky1(sky_devices: tuple[str, str]) -> str:
     """A device with an index that is not zero: several of PyTorch's paths work for index 0 only."""
     return sky_devices[1]
+
+
+@pytest.fixture(autouse=True)
+def _log_is_left_as_found() -> Iterator[None]:
+    """A worker that a test starts in its own process takes the log to a standard error that ends with the test."""
+    own = logging.getLogger("skyproxy")
+    handlers, propagates, level = own.handlers[:], own.propagate, own.level
+    yield
+    own.handlers[:], own.propagate = handlers, propagates
+    own.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
