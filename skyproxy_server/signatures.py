@@ -144,8 +144,10 @@ class Signature:
         self._on_cpu = True
 
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:
-        for template in (*positional, *keywords.values()):
-            self._argument(template, False, False)
+        changed = _changed_arguments(self.name)
+        makes_nothing = commands.NEW not in outputs and commands.NEW_LIST not in outputs
+        for key, template in (*enumerate(positional), *keywords.items()):
+            self._argument(template, makes_nothing if changed is None else key in changed, False)
         self._constants["op"] = _refuser_of(error)
         self.handler = self._compile("op()", outputs)
         self.width = self._next_operand - 1
@@ -245,6 +247,21 @@ class Signature:
         type.
         """
         return tuple(_inline_key(stream[position + offset], shaping) for offset, shaping in self._inline)
+
+
+def _changed_arguments(name: object) -> set[int | str] | None:
+    """Return which arguments an operator changes in place, by their places and names; None where it is unknown here.
+
+    Those of one that is refused are marked as all others are that an op should have changed: or nobody would be told.
+    """
+    packet, _, overload = str(name).partition(".")
+    try:
+        schema = torch._C._dispatch_find_schema_or_throw(packet, overload).schema()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    places = {at for at, is_written in enumerate(written) if is_written}
+    return places | {schema.arguments[at].name for at in places}
 
 
 def _refuser_of(error: UnsupportedOpError) -> Callable[..., object]:

@@ -116,6 +116,20 @@ def test_what_is_not_on_the_list_is_refused_when_it_is_called(name: str) -> None
     assert signature.output_slots([FIRST, 1, 2, 1, 3, [4]], 0) == [3, 4]
 
 
+@pytest.mark.parametrize(
+    ("definition", "written"),
+    [
+        (["aten::_add_relu_.Tensor", ["t", "t"], {}, ["x"]], [1]),  # its schema says so
+        (["aten::_add_relu.out", ["t", "t"], {"out": "t"}, ["x"]], [3]),
+        (["aten::nothing_", ["t", "T"], {}, ["x"]], [1, 2, 3]),  # nobody knows, and it makes nothing
+        (["aten::nothing", ["t", "T"], {}, ["n"]], []),
+    ],
+)
+def test_what_a_refused_op_should_have_changed_is_known(definition: Any, written: list[int]) -> None:
+    operands: list[Any] = [1, [2, 3]] if "T" in definition[1] else [1, 2, 3]
+    assert Signature(definition, on_cpu=True).written_slots([FIRST, *operands, 4], 0) == written
+
+
 def test_a_list_of_another_length_is_a_protocol_error() -> None:
     signature = Signature(["aten::split.Tensor", ["t", "v"], {}, ["N"]], on_cpu=True)
     with pytest.raises(ProtocolError, match="2 results"):

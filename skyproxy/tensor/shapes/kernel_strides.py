@@ -43,7 +43,10 @@ _ELEMENTWISE_ON_LISTS = _TAKE_NUMBERS_AS_TENSORS | frozenset(
     | {"reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "trunc"}
 )
 """Ops on lists, `_foreach_` of these, whose results are laid out as those of the same op on each place."""
-_TAKES_NUMBER_AS_TENSOR = frozenset({"Scalar", "Scalar_mode", "Scalar_Other", "Scalar_Self"})
+_TAKES_NUMBER_AS_TENSOR = frozenset(
+    {"Scalar", "Scalar_mode", "Scalar_Other", "Scalar_Self", "Scalar_Tensor"}
+    | {"self_scalar", "other_scalar", "x_scalar", "n_scalar"}
+)
 
 
 def _corrects(names: str) -> Callable[[Correction], Correction]:
@@ -162,7 +165,7 @@ def _copy(a: Meta, *args: object, memory_format: torch.memory_format | None = No
     "isin.Tensor_Tensor isin.Tensor_Scalar grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d "
     "grid_sampler_3d_backward "
     "smooth_l1_loss_backward mse_loss_backward native_layer_norm native_layer_norm_backward col2im renorm tril triu "
-    "softmax.int log_softmax.int nll_loss2d_forward diag_embed"
+    "softmax.int log_softmax.int nll_loss2d_forward diag_embed poisson _standard_gamma rrelu_with_noise"
 )
 def _row_major(*args: object, **kwargs: object) -> list[Strides]:
     return [_ROW_MAJOR] * 3

@@ -266,6 +266,20 @@ def test_an_op_that_workers_refuse_leaves_the_session_usable(sky1: str) -> None:
     assert (x + 1).tolist() == [2.0, 2.0]
 
 
+def test_a_change_by_an_op_that_workers_refuse_is_told_to_whoever_reads(sky1: str) -> None:
+    for change in (
+        lambda x, y: torch.ops.aten._add_relu_.Scalar(x, 2),
+        lambda x, y: torch.ops.aten._add_relu_.Tensor(x, y),
+        lambda x, y: torch.ops.aten._mkldnn_transpose_(x, 0, 0),
+    ):
+        x, y = torch.zeros(2, device=sky1), torch.ones(2, device=sky1)
+        change(x, y)
+        assert y.tolist() == [1.0, 1.0]
+        with pytest.raises(UnsupportedOpError, match="list of allowed operations"):
+            x.cpu()
+        assert x.tolist() == [0.0, 0.0]  # as after any other change that failed
+
+
 def test_quantized_tensors_are_refused_in_words(sky1: str) -> None:
     x = torch.ones(3, device=sky1)
     with pytest.raises(UnsupportedOpError, match="quantized"):

@@ -239,3 +239,38 @@ def test_fresh_results_of_gapped_and_empty_tensors_lie_as_on_the_cpu(
     found, expected = FRESH[name](GAPS[layout](x.to(sky1))), FRESH[name](GAPS[layout](x))
     for ours, theirs in zip(*([r] if isinstance(r, torch.Tensor) else r for r in (found, expected)), strict=True):
         assert ours.stride() == theirs.stride()
+
+
+WITH_NUMBERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "% after a number": lambda x: 7 % x,
+    "<< after a number": lambda x: 2 << x.int(),
+    ">> after a number": lambda x: 64 >> x.int(),
+    "** after a number": lambda x: 2**x,
+    "xlog1py before": lambda x: torch.special.xlog1py(2, x),
+    "xlog1py behind": lambda x: torch.special.xlog1py(x, 2),
+    "zeta before": lambda x: torch.special.zeta(2, x),
+    "zeta behind": lambda x: torch.special.zeta(x, 2),
+    "polynomials of a number": lambda x: torch.special.hermite_polynomial_h(2, x),
+    "polynomials of a degree": lambda x: torch.special.chebyshev_polynomial_t(x, 2),
+    "gamma": aten._standard_gamma,
+    "poisson": torch.poisson,
+    "rrelu": lambda x: torch.nn.functional.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize("function", WITH_NUMBERS.values(), ids=WITH_NUMBERS)
+def test_numbers_in_the_place_of_tensors_leave_the_strides_that_local_pytorch_gives(
+    sky1: str, function: Callable[[torch.Tensor], Any], inference: bool
+) -> None:
+    images = torch.rand(2, 3, 4, 1) + 1.5
+    tokens = (torch.rand(1, 3, 2, 2) + 1.5).flatten(2).transpose(1, 2).contiguous().transpose(1, 2).reshape(1, 3, 2, 2)
+    with torch.inference_mode(inference):
+        for x in (images.contiguous(memory_format=torch.channels_last).transpose(2, 3), tokens, _reversed(images)):
+            sent = torch.empty_strided(x.shape, x.stride(), device=sky1).copy_(x)
+            torch.manual_seed(0)
+            expected = function(x)
+            torch.manual_seed(0)
+            result = function(sent)
+            assert result.stride() == expected.stride()
+            assert torch.equal(result.cpu(), expected)
