@@ -256,7 +256,7 @@ def _changed_arguments(name: object) -> set[int | str] | None:
     """
     packet, _, overload = str(name).partition(".")
     try:
-        schema = torch._C._dispatch_find_schema_or_throw(packet, overload).schema()  # type: ignore[attr-defined]
+        schema = torch._C._dispatch_find_schema_or_throw(packet, overload).schema()
     except RuntimeError:
         return None
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]

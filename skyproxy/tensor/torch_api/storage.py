@@ -25,7 +25,9 @@ def _new_storage(cls: type[object], *args: Any, **kwargs: Any) -> Any:
         return StorageBase.__new__(cls, *args, **kwargs)
     if kwargs.get("allocator") is not None:
         raise TypeError(f"torch.UntypedStorage(): a storage on {device} takes no allocator")
-    if not args or (len(args) == 1 and isinstance(args[0], int)):
+    if not args and len(kwargs.keys() & {"size", "sequence"}) == 1:
+        args = (kwargs.get("size", kwargs.get("sequence")),)
+    if not args or (len(args) == 1 and type(args[0]) is int):
         byte_count = args[0] if args else 0
         if byte_count < 0:
             raise RuntimeError(f"torch.UntypedStorage(): a storage cannot have {byte_count} bytes")
