@@ -44,7 +44,17 @@ from typing import Any
 
 
 class SkyproxyError(Exception):
-    """Base of every exception that skyproxy defines."""
+    """Base of every exception that skyproxy defines.
+
+    Its text may hold words of a worker, a cluster or a machine: none of them commands the terminal that shows it.
+    """
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
+
+    def add_note(self, note: str, /) -> None:
+        """Add a note, as every exception does; what would command a terminal is shown instead."""
+        super().add_note(visible(note))
 
 
 class ConfigurationError(SkyproxyError, ValueError):
@@ -258,7 +268,7 @@ class RemoteTraceback(SkyproxyError):
     """
 
     def __str__(self) -> str:
-        return "\n" + str(self.args[0]) if self.args else ""
+        return "\n" + visible(self.args[0]) if self.args else ""
 
 
 CLOSE_CODES = frozenset(
@@ -279,14 +289,22 @@ CLOSE_CODES = frozenset(
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+_HALVES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
+"""Halves of characters, which JSON can hold and no stream can write."""
+_TURNS = (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+"""Characters that end lines, and that turn the order of the text around them, so that it reads as something else."""
+_HIDDEN = _CONTROLS | _HALVES | {code: f"\\u{code:04x}" for code in _TURNS}
 
 
 def visible(text: object) -> str:
-    """Text of a peer with its control characters as escapes, tabs and line ends aside: a terminal would obey them."""
-    return str(text).translate(_CONTROLS)
+    """Text of a peer without what does more than show: control characters, tabs and line ends aside, and characters
+    that turn the order of others are escapes. It can be written to any stream in UTF-8.
+    """
+    shown = str(text)
+    return shown if shown.isprintable() else shown.translate(_HIDDEN)
 
 
-_OUTPUT_CONTROLS = {code: text for code, text in _CONTROLS.items() if code not in (8, 13)}
+_OUTPUT_CONTROLS = {code: text for code, text in _CONTROLS.items() if code not in (8, 13)} | _HALVES
 _DRAWING = re.compile(r"(\x1b\[(?:[0-9;:]*[A-HJKSTfm]|\?25[hl]))")
 """Colours, and what progress bars move the cursor and clear lines with (ECMA-48)."""
 
@@ -307,7 +325,7 @@ def visible_output(text: str) -> str:
 def say(text: str) -> None:
     """Tell the user of a program, without a warning: filters that make errors of those must not end it for a line."""
     if sys.stderr is not None:
-        print(f"skyproxy: {text}", file=sys.stderr, flush=True)
+        print(f"skyproxy: {visible(text)}", file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -143,4 +143,7 @@ def _row(
 
 
 def _seconds_since(stamp: str | None) -> float | None:
-    return (datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds() if stamp else None
+    try:
+        return (datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds() if stamp else None
+    except (ValueError, TypeError):  # a leap second, say: one worker's is no reason to show none
+        return None

@@ -25,7 +25,7 @@ from skyproxy.cli.arguments import (
 from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.cli.fleet import WorkerAccess, not_found
 from skyproxy.cli.fleets import locate
-from skyproxy.cli.output import note, progress
+from skyproxy.cli.output import note, progress, show_for_shell
 from skyproxy.contexts import Context, ContextStore, checked_name, connection_files, write_private
 from skyproxy.errors import ConfigurationError
 from skyproxy.settings import SETTINGS
@@ -228,16 +228,16 @@ def _token_file(worker: str, access: WorkerAccess) -> Path:
 
 
 def _print_environment(url: str, token_file: Path, access: WorkerAccess, worker: str) -> None:
-    typer.echo(f"export SKYPROXY_URL={shlex.quote(url)}")
-    typer.echo(f'export SKYPROXY_TOKEN="$(cat {shlex.quote(str(token_file))})"')
+    show_for_shell(f"export SKYPROXY_URL={shlex.quote(url)}")
+    show_for_shell(f'export SKYPROXY_TOKEN="$(cat {shlex.quote(str(token_file))})"')
     if access.certificate and is_fingerprint(access.certificate):
-        typer.echo(f"export SKYPROXY_CERTIFICATE={shlex.quote(access.certificate)}")
+        show_for_shell(f"export SKYPROXY_CERTIFICATE={shlex.quote(access.certificate)}")
     elif access.certificate:
         _, path = connection_files(worker)
         write_private(path, pem_text(access.certificate))
-        typer.echo(f"export SKYPROXY_CERTIFICATE={shlex.quote(str(path))}")
+        show_for_shell(f"export SKYPROXY_CERTIFICATE={shlex.quote(str(path))}")
     if access.server_name:
-        typer.echo(f"export SKYPROXY_SERVER_NAME={shlex.quote(access.server_name)}")
+        show_for_shell(f"export SKYPROXY_SERVER_NAME={shlex.quote(access.server_name)}")
 
 
 def port_forward(

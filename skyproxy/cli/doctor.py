@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import typer
+from rich.text import Text
 
 from skyproxy import torch_versions
 from skyproxy.cli.arguments import Json, Kubeconfig, KubeContext, Namespace, ProviderName, address_of
@@ -23,7 +24,7 @@ from skyproxy.cli.fleet import WorkerAccess
 from skyproxy.cli.fleets import access_of_environment, fleet_of
 from skyproxy.cli.output import console, progress, show_json
 from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore
-from skyproxy.errors import SkyproxyError
+from skyproxy.errors import SkyproxyError, visible
 from skyproxy.extras import install_command
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.variables import misspelt_variables, remedy
@@ -53,9 +54,9 @@ def doctor(
         for finding in findings:
             mark = _MARKS[finding.state] + " " * (8 - len(finding.state))
             out.print(f"{mark}{finding.check:<{width}}  ", end="")
-            out.print(finding.message, markup=False)
+            out.print(Text(visible(finding.message)))
             if finding.hint:
-                out.print(" " * (10 + width) + finding.hint, markup=False, style="dim")
+                out.print(Text(" " * (10 + width) + visible(finding.hint), style="dim"))
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(int(ExitCode.FAILED))
 

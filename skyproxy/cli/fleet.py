@@ -12,6 +12,10 @@ from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.contexts import Context, ContextStore
 from skyproxy.transport.worker_report import ask_worker
 
+_PIECE_BYTES = 1 << 16
+LONGEST_LINE = 1 << 20
+"""Of a log; a line that is longer comes in parts."""
+
 
 @dataclass(frozen=True)
 class WorkerRow:
@@ -186,6 +190,8 @@ def not_found(name: str, *providers: str, unasked: Mapping[str, str] | None = No
 async def printed_lines(process: asyncio.subprocess.Process, given: bytes = b"") -> AsyncGenerator[str, None]:
     """Yield the lines that a process writes to its output, until it ends. End it where the caller stops before.
 
+    A line without an end comes in parts.
+
     Args:
         process: its output is a pipe; its input too, where something is given.
         given: what it reads first.
@@ -196,10 +202,26 @@ async def printed_lines(process: asyncio.subprocess.Process, given: bytes = b"")
             assert process.stdin is not None
             process.stdin.write(given)
             await process.stdin.drain()
-        async for line in process.stdout:
-            yield line.decode(errors="replace").rstrip("\n")
+        rest = b""
+        while piece := await process.stdout.read(_PIECE_BYTES):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace")
+            if len(rest) > LONGEST_LINE:
+                yield rest.decode(errors="replace")
+                rest = b""
+        if rest:
+            yield rest.decode(errors="replace")
         await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+async def last_bytes(stream: asyncio.StreamReader, most: int = 1 << 14) -> bytes:
+    """Read a stream to its end, so that who writes it never waits, and return the last bytes of it."""
+    kept = b""
+    while piece := await stream.read(_PIECE_BYTES):
+        kept = (kept + piece)[-most:]
+    return kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -25,9 +24,20 @@ from skyproxy.cli.exit_codes import ExitCode
 from skyproxy.cli.fleet import Fleet, WorkerRow, not_found
 from skyproxy.cli.fleets import asks_for_cluster, fleet_of, has_cluster, locate
 from skyproxy.cli.jobs import RankOfJob, jobs_on, show_logs
-from skyproxy.cli.output import age_text, bytes_text, console, note, show_json, show_table, warn
+from skyproxy.cli.output import (
+    age_text,
+    bytes_text,
+    console,
+    note,
+    show_json,
+    show_json_line,
+    show_line,
+    show_output,
+    show_table,
+    warn,
+)
 from skyproxy.contexts import ContextStore
-from skyproxy.errors import ClusterError, ConfigurationError, visible_output
+from skyproxy.errors import ClusterError, ConfigurationError, visible
 from skyproxy.kubernetes.address import ClusterAddress
 
 _COLUMNS = ("current", "name", "provider", "where", "phase", "nodes", "devices", "idle", "age")
@@ -147,9 +157,9 @@ def _show_status(found: WorkerRow) -> None:
     }
     for key, text in lines.items():
         if text:
-            typer.echo(f"{key:<9} {text}")
+            show_line(f"{key:<9} {text}")
     for event in found.events:
-        typer.echo(f"{'event':<9} {event}")
+        show_line(f"{'event':<9} {event}")
 
 
 def logs(
@@ -181,7 +191,7 @@ def logs(
         if await fleet.row(worker) is None:
             raise not_found(worker, fleet.provider)
         async for line in fleet.logs(worker, follow=follow, tail=tail, node=node):
-            typer.echo(json.dumps({"name": worker, "line": line}) if as_json else visible_output(line))
+            show_json_line({"name": worker, "line": line}) if as_json else show_output(line)
 
     asyncio.run(work())
 
@@ -236,6 +246,7 @@ def _rates(before: dict[str, Any], report: dict[str, Any], seconds: float) -> di
 
 def _top_table(worker: str, report: dict[str, Any]) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     rate = report.get("commands_per_second")
     caption = [
@@ -244,19 +255,20 @@ def _top_table(worker: str, report: dict[str, Any]) -> Any:
         f"operations a second {rate:,.0f}" if rate is not None else "",
         f"idle {age_text(report.get('idle_seconds'))}",
     ]
-    title = f"{worker}: " + ", ".join(text for text in caption if text)
+    title = Text(visible(f"{worker}: " + ", ".join(text for text in caption if text)))
     table = Table(box=None, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for column in ("DEVICE", "NAME", "USED", "TOTAL", "BUSY"):
         table.add_column(column)
     for row in report.get("devices", ()):
         busy = row.get("utilization_percent")
-        table.add_row(
+        cells = (
             f"{row['type']}:{row['index']}",
-            str(row.get("name", "")),
+            row.get("name", ""),
             bytes_text(row.get("used_memory_bytes")),
             bytes_text(row.get("total_memory_bytes")),
             "" if busy is None else f"{busy}%",
         )
+        table.add_row(*(Text(visible(cell)) for cell in cells))
     return table
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from skyproxy.cli.arguments import Kubeconfig, KubeContext, address_of
-from skyproxy.cli.output import note, progress, warn
+from skyproxy.cli.output import note, progress, show_line, warn
 from skyproxy.errors import ConfigurationError
 from skyproxy.units import duration_seconds
 
@@ -78,7 +78,7 @@ def install(
         import yaml
 
         shown = narrowed(objects, namespace) if namespace else objects
-        typer.echo(yaml.safe_dump_all(shown, sort_keys=False), nl=False)
+        show_line(yaml.safe_dump_all(shown, sort_keys=False).rstrip("\n"))
         return
     names = asyncio.run(work())
     where = f"in {', '.join(names)}" if names else "in every namespace"
@@ -111,7 +111,7 @@ def uninstall(
     objects = render(manifests_folder(overlay.value))
     if dry_run:
         for item in reversed(objects):
-            typer.echo(f"{item['kind']} {item['metadata']['name']}")
+            show_line(f"{item['kind']} {item['metadata']['name']}")
         return
     fate = "delete" if delete_computes else "keep" if keep_computes else "refuse"
     seconds = duration_seconds(timeout, "--timeout")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,9 +23,9 @@ from skyproxy.cli.arguments import (
 from skyproxy.cli.examples import examples_text
 from skyproxy.cli.fleet import Fleet, WorkerAccess
 from skyproxy.cli.fleets import access_of_environment, locate
-from skyproxy.cli.output import age_text, note, show_json, show_table, warn
+from skyproxy.cli.output import age_text, note, show_json, show_json_line, show_line, show_output, show_table, warn
 from skyproxy.contexts import Context
-from skyproxy.errors import ConfigurationError, SkyproxyError, visible_output
+from skyproxy.errors import ConfigurationError, SkyproxyError
 from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
 from skyproxy.jobs.link import JobLink, OpenConnection, job_rows, jobs_hello, part_of
 from skyproxy.jobs.output import JobLine
@@ -145,10 +144,10 @@ def show_logs(
     for line in lines:
         if as_json:
             number = {"node": line.node} if job.node_count > 1 else {}
-            typer.echo(json.dumps({"name": job.name, **number, "line": line.text}))
+            show_json_line({"name": job.name, **number, "line": line.text})
         else:
             number_text = f"[node {line.node}] " if job.node_count > 1 and node is None else ""
-            typer.echo(number_text + visible_output(line.text))
+            show_output(number_text + line.text)
 
 
 def _tail(lines: Iterator[JobLine], count: int) -> Iterator[JobLine]:
@@ -240,7 +239,7 @@ def run_detached(script: Script, saved: Context, nodes: int, options: JobOptions
     else:
         with connection(saved.name, None, ClusterAddress()) as open_connection:
             job = submit_script(script, [JobWorker(open_connection)], options, torchrun=torchrun)
-    typer.echo(job.name)
+    show_line(job.name)
     note(f"The job {job.name} runs on {saved.name}. Its output: skyproxy attach {job.name} --on {saved.name}")
 
 

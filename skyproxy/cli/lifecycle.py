@@ -24,7 +24,7 @@ from skyproxy.cli.arguments import (
 from skyproxy.cli.fleet import EndingOptions, Fleet, WorkerRow, not_found
 from skyproxy.cli.fleets import asks_for_cluster, fleet_of, has_cluster, locate
 from skyproxy.cli.jobs import tell_of_jobs
-from skyproxy.cli.output import note, progress, show_json
+from skyproxy.cli.output import note, progress, show_json, show_line
 from skyproxy.contexts import CONTEXT_VARIABLE, Context, ContextStore, checked_name, connection_files
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.kubernetes.accelerators import WHOLE_GPU
@@ -191,7 +191,7 @@ def up(
         show_json(found.row)
         return
     state = "is ready" if found.ready else f"is being created: {found.message}" if found.message else "is being created"
-    typer.echo(f"{name} {state}" + (f" ({found.devices})" if found.devices else ""))
+    show_line(f"{name} {state}" + (f" ({found.devices})" if found.devices else ""))
     if use:
         note("sky:0 is now this worker. End it: skyproxy down " + name)
         for variable in ("SKYPROXY_URL", CONTEXT_VARIABLE):
@@ -241,7 +241,7 @@ def down(
             raise not_found(worker, fleet.provider)
         return worker
 
-    typer.echo(f"{asyncio.run(work())} is gone" if wait else "it is being deleted")
+    show_line(f"{asyncio.run(work())} is gone" if wait else "it is being deleted")
 
 
 def _forget(name: str, context: Context) -> bool:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 
-from skyproxy.cli.fleet import EndingOptions, WorkerAccess, WorkerRow, not_found
+from skyproxy.cli.fleet import LONGEST_LINE, EndingOptions, WorkerAccess, WorkerRow, not_found
 from skyproxy.cli.output import bytes_text
 from skyproxy.contexts import Context, write_private
 from skyproxy.errors import ConnectError
@@ -21,6 +21,7 @@ from skyproxy.providers.detached import (
 )
 
 _POLL_SECONDS = 0.2
+_MOST_NAME = 128
 
 
 class LocalFleet:
@@ -81,6 +82,9 @@ class LocalFleet:
                 *lines, rest = rest.split("\n")
                 for line in lines:
                     yield line
+                if len(rest) > LONGEST_LINE:
+                    yield rest
+                    rest = ""
                 if not alive:
                     return
                 await asyncio.sleep(_POLL_SECONDS)
@@ -138,7 +142,7 @@ def devices_text(devices: object) -> str:
     counts: dict[str, int] = {}
     for row in devices if isinstance(devices, list | tuple) else ():
         memory = bytes_text(row.get("total_memory_bytes"))
-        counts[f"{row['name']} ({memory})" if row["type"] != "cpu" else "cpu"] = (
-            counts.get(f"{row['name']} ({memory})" if row["type"] != "cpu" else "cpu", 0) + 1
-        )
+        name = str(row.get("name", row["type"]))[:_MOST_NAME]
+        text = f"{name} ({memory})" if row["type"] != "cpu" else "cpu"
+        counts[text] = counts.get(text, 0) + 1
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())

@@ -29,7 +29,7 @@ from skyproxy.cli import (
 from skyproxy.cli.arguments import Json
 from skyproxy.cli.examples import examples_text, help_text
 from skyproxy.cli.exit_codes import code_of
-from skyproxy.cli.output import fail, show_json
+from skyproxy.cli.output import fail, show_json, show_line
 from skyproxy.errors import SkyproxyError
 from skyproxy.first_use import tell_misspelt_variables
 
@@ -119,7 +119,7 @@ def version_command(as_json: Json = False) -> None:
         show_json(rows)
         return
     for name, text in rows.items():
-        typer.echo(f"{name:<11} {text}")
+        show_line(f"{name:<11} {text}")
 
 
 def _version_of(distribution: str) -> str:

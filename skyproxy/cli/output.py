@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skyproxy.cli.exit_codes import ExitCode
-from skyproxy.errors import visible
+from skyproxy.errors import visible, visible_output
 from skyproxy.units import size_text
 
 Row = dict[str, Any]
@@ -29,6 +29,26 @@ _SHORTEST = 5
 def console() -> Console:
     """Return the console for results; made anew each time, because tests and notebooks replace the streams."""
     return Console(file=sys.stdout, highlight=False)
+
+
+def show_line(text: str) -> None:
+    """A line of the result for people, whoever said it: it does not command the terminal."""
+    typer.echo(visible(text))
+
+
+def show_output(text: str) -> None:
+    """A line that a program printed: it may draw and colour, and nothing else."""
+    typer.echo(visible_output(text))
+
+
+def show_json_line(value: object) -> None:
+    """A result for programs that have each on a line of its own."""
+    typer.echo(json.dumps(value))
+
+
+def show_for_shell(line: str) -> None:
+    """A line that a shell reads; what stands in it is quoted by whoever makes it."""
+    typer.echo(line)
 
 
 def note(message: str) -> None:
@@ -124,8 +144,8 @@ def progress(first: str) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    with Console(file=sys.stderr).status(first) as status:
-        yield lambda message: status.update(message.replace("[", r"\["))
+    with Console(file=sys.stderr).status(Text(visible(first))) as status:
+        yield lambda message: status.update(Text(visible(message)))
 
 
 def age_text(seconds: float | None) -> str:

@@ -10,7 +10,7 @@ import typer
 from skyproxy.cli.arguments import Json, complete_worker
 from skyproxy.cli.examples import examples_text
 from skyproxy.cli.exit_codes import NotFoundError
-from skyproxy.cli.output import note, show_json, show_table
+from skyproxy.cli.output import note, show_json, show_line, show_table
 from skyproxy.contexts import CONTEXT_VARIABLE, ContextStore, connection_files
 
 app = typer.Typer(help="List saved workers, and choose which one sky:0 is.", no_args_is_help=True)
@@ -52,7 +52,7 @@ def current(as_json: Json = False) -> None:
     elif context is None:
         note("No context is chosen: sky:0 is an embedded worker, unless SKYPROXY_URL is set.")
     else:
-        typer.echo(context.name)
+        show_line(context.name)
 
 
 @app.command("use", epilog=examples_text("skyproxy context use"))

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from skyproxy.cli.fleet import EndingOptions, WorkerAccess, WorkerRow, not_found, printed_lines
+from skyproxy.cli.fleet import EndingOptions, WorkerAccess, WorkerRow, last_bytes, not_found, printed_lines
 from skyproxy.cli.local_fleet import devices_text
 from skyproxy.contexts import Context
 from skyproxy.errors import ConnectError, SkyproxyError, WorkerStartError, visible
 from skyproxy.providers.ssh import SshWorker, find, list_workers
 from skyproxy.providers.ssh_connection import failure, remote_program
+from skyproxy.transport.worker_report import checked_report
 
 
 class SshFleet:
@@ -67,13 +68,17 @@ class SshFleet:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
-        async with contextlib.aclosing(printed_lines(process, given)) as lines:
-            async for line in lines:
-                yield line
-        if process.returncode:
-            assert process.stderr is not None
-            told = (await process.stderr.read()).decode(errors="replace")
-            raise failure(worker.target, worker.python, process.returncode, told)
+        assert process.stderr is not None
+        telling = asyncio.create_task(last_bytes(process.stderr))
+        try:
+            async with contextlib.aclosing(printed_lines(process, given)) as lines:
+                async for line in lines:
+                    yield line
+            if process.returncode:
+                told = (await telling).decode(errors="replace")
+                raise failure(worker.target, worker.python, process.returncode, told)
+        finally:
+            telling.cancel()
 
     async def context(self, name: str) -> Context:
         """Return the way to find it again."""
@@ -104,7 +109,12 @@ def _row(worker: SshWorker) -> WorkerRow:
             str(error),
             "It may still be running; try again when the host can be reached.",
         )
-    report = found.get("report") or {}
+    report: dict[str, Any] = {}
+    if found.get("alive") and "report" in found:
+        try:
+            report = checked_report(found["report"])
+        except ValueError as error:
+            found["problem"] = str(error)
     if found and not found["alive"] and not found["there"]:
         phase, message = "Provisioning", "nothing of it is there: an `up` is installing it, or has failed"
         hint = f"Start it: skyproxy up {worker.url} --name {worker.name}. Forget it: skyproxy down {worker.name}"
@@ -123,12 +133,12 @@ def _row(worker: SshWorker) -> WorkerRow:
         where=worker.target.shown,
         phase=phase,
         ready=bool(report),
-        devices=visible(devices_text(report.get("devices", ()))),
+        devices=devices_text(report.get("devices", ())),
         age_seconds=age,
         idle_seconds=report.get("idle_seconds"),
         url=worker.url,
         reason="" if report else phase,
         message=message,
         hint=hint,
-        software={visible(str(key)): visible(str(text)) for key, text in dict(report.get("software", {})).items()},
+        software=report.get("software", {}),
     )

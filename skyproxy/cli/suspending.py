@@ -19,7 +19,7 @@ from skyproxy.cli.arguments import (
 from skyproxy.cli.exit_codes import NotFoundError
 from skyproxy.cli.fleet import EndingOptions
 from skyproxy.cli.fleets import locate
-from skyproxy.cli.output import note, progress
+from skyproxy.cli.output import note, progress, show_line
 from skyproxy.contexts import ContextStore, checked_name
 from skyproxy.errors import ConfigurationError, SkyproxyError, visible
 from skyproxy.providers.program_control import ask_programs
@@ -50,7 +50,7 @@ def suspend(
             return worker, await fleet.suspend(worker, EndingOptions(True, seconds, force, say=say))
 
     worker, text = asyncio.run(work())
-    typer.echo(f"{worker} is suspended" + (f": {text}" if text else ""))
+    show_line(f"{worker} is suspended" + (f": {text}" if text else ""))
     note(f"The next operation of a program brings it back; or: skyproxy resume {worker}")
 
 
@@ -72,7 +72,7 @@ def resume(
             await fleet.resume(worker, seconds, say)
         return worker
 
-    typer.echo(f"{asyncio.run(work())} is ready")
+    show_line(f"{asyncio.run(work())} is ready")
 
 
 def move(
@@ -103,5 +103,5 @@ def move(
             f"no program on this machine uses {source} by its saved context. One that connects by address moves with "
             "node.move_to(url)."
         )
-    typer.echo(f"{moved} session{'s' * (moved != 1)} moved from {source} to {target}")
+    show_line(f"{moved} session{'s' * (moved != 1)} moved from {source} to {target}")
     note(f"{source} still runs. End it: skyproxy down {source}")

@@ -18,7 +18,7 @@ from skyproxy.cli.arguments import (
 from skyproxy.cli.examples import examples_text
 from skyproxy.cli.fleet import not_found
 from skyproxy.cli.fleets import locate
-from skyproxy.cli.output import progress
+from skyproxy.cli.output import progress, show_line
 from skyproxy.units import duration_seconds
 
 app = typer.Typer(help="Manage workers' tokens.", no_args_is_help=True)
@@ -54,4 +54,4 @@ def rotate(
             await fleet.rotate_token(worker, timeout_seconds=seconds if wait else None, say=say)
         return worker
 
-    typer.echo(f"{asyncio.run(work())} has a new token")
+    show_line(f"{asyncio.run(work())} has a new token")

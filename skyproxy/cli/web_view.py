@@ -22,7 +22,7 @@ from skyproxy.cli.arguments import (
 from skyproxy.cli.connecting import URL_SCHEMES, ask_for_token
 from skyproxy.cli.fleet import Fleet, WorkerAccess
 from skyproxy.cli.fleets import access_of_environment, locate
-from skyproxy.cli.output import note, progress
+from skyproxy.cli.output import note, progress, show_line
 from skyproxy.errors import AuthenticationError, ConfigurationError
 
 _INTERVAL_SECONDS = 2.0
@@ -130,7 +130,7 @@ def _serve(name: str, ask: Callable[[], dict[str, object]], port: int) -> None:
     history.start()
     server.start()
     try:
-        typer.echo(server.link())
+        show_line(server.link())
         note("Open this link in a browser on this machine; it works once. Press Ctrl-C to stop.")
         interrupted = threading.Event()  # nobody sets it: Ctrl-C ends the wait
         interrupted.wait()

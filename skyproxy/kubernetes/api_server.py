@@ -92,7 +92,12 @@ class ApiServer:
         return answer
 
     async def stream(
-        self, path: str, *, query: Query = (), silence_seconds: float | None = None
+        self,
+        path: str,
+        *,
+        query: Query = (),
+        silence_seconds: float | None = None,
+        longest_bytes: int | None = None,
     ) -> AsyncIterator[bytes]:
         """The lines of an answer that goes on.
 
@@ -100,6 +105,7 @@ class ApiServer:
             path: what to ask for.
             query: its parameters.
             silence_seconds: after which the connection counts as dead; None: never.
+            longest_bytes: a line that is longer comes in parts; None: it is waited for.
 
         Raises:
             ClusterError: the server refused it; the connection was lost, with status 0.
@@ -112,6 +118,9 @@ class ApiServer:
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
                         yield line
+                    if longest_bytes is not None and len(rest) > longest_bytes:
+                        yield rest
+                        rest = b""
             except (OSError, TimeoutError, self._client_error) as error:
                 raise self._unreachable(error) from error
         if rest:

@@ -25,6 +25,7 @@ APPLY = "application/apply-patch+yaml"
 _WATCH_SECONDS = 60
 _MAX_PAUSE_SECONDS = 8.0
 _LOOK_SECONDS = 0.5
+_LONGEST_LINE = 1 << 20
 _STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d) ?(.*)", re.DOTALL)
 
 
@@ -211,7 +212,7 @@ class ClusterClient(ApiServer):
                 query.append(("tailLines", str(tail)))
             resumed_at, to_skip = last, at_last
             try:
-                async for line in self.stream(path, query=query):
+                async for line in self.stream(path, query=query, longest_bytes=_LONGEST_LINE):
                     whole = line.decode(errors="replace")
                     found = _STAMPED.fullmatch(whole)
                     if found is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import threading
 from collections.abc import Coroutine
@@ -24,6 +25,7 @@ logger = logging.getLogger("skyproxy.kubernetes")
 
 PROTOCOL = "v4.channel.k8s.io"
 _DATA, _ERROR = 0, 1
+_POD = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _PIECE_BYTES = 128 << 10
 _PING_SECONDS = 20.0
 _FIRST_PAUSE_SECONDS = 0.2
@@ -51,8 +53,11 @@ class PortForward:
 
         Raises:
             ConfigurationError: no cluster is configured.
-            ClusterError: the local port cannot be had.
+            ClusterError: the local port cannot be had, or no Pod can have that name.
         """
+        if not _POD.fullmatch(pod):
+            # It comes from a status, and goes into the path of a request.
+            raise ClusterError(f"{pod!r:.80} is not the name of a Pod. Look at the worker: kubectl get compute -o yaml")
         self.pod = pod
         self.pod_port = pod_port
         self.problem: SkyproxyError | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from skyproxy.errors import AuthenticationError, ClusterError, ConfigurationError, ConnectError
+from skyproxy.errors import AuthenticationError, ClusterError, ConfigurationError, ConnectError, visible
 from skyproxy.kubernetes.address import ClusterAddress
 from skyproxy.kubernetes.api_server import GROUP, Manifest
 from skyproxy.kubernetes.client import ClusterClient
@@ -123,11 +123,11 @@ async def _way(
     if via == "service" or (via == "auto" and client.address.in_cluster):
         host = f"{name}.{namespace}.svc" if node == 0 else f"{name}-{node}.{name}-nodes.{namespace}.svc"
         return Way(f"{scheme}://{host}:{port}", token, authority, server_name, "service")
-    external = status.get("externalUrl")
+    external = str(status.get("externalUrl") or "")
     if via in ("auto", "gateway") and external and (node, local_rank) == (0, 0):
         if via == "gateway" or await asyncio.to_thread(_answers, external):
             return Way(external, token, None, None, "gateway")
-        logger.warning("the gateway at %s does not answer; using a port-forward", external)
+        logger.warning("the gateway at %s does not answer; using a port-forward", visible(external))
     elif via == "gateway":
         raise ConnectError(f"{name} has no gateway url. Leave --via out, or enable spec.gateway of the Compute.")
     pod = next((row["podName"] for row in status.get("nodes", ()) if row.get("rank") == node), f"{name}-{node}")
@@ -153,6 +153,8 @@ async def _credentials(client: ClusterClient, name: str) -> tuple[str, str, str 
 
 def _answers(url: str) -> bool:
     """Return whether the worker behind a gateway says that it is ready."""
+    if not url.startswith(("ws://", "wss://")):
+        return False  # a status says so, and there are addresses that mean files of this machine
     address = url.replace("wss://", "https://", 1).replace("ws://", "http://", 1).rstrip("/") + "/readyz"
     try:
         with urllib.request.urlopen(address, timeout=_PROBE_SECONDS) as answer:

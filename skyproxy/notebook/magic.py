@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from skyproxy.errors import ConfigurationError, visible
+from skyproxy.errors import ConfigurationError, visible, visible_output
 from skyproxy.notebook.cells import RESULT, inputs_of, read_cell, run_cell
 
 USAGE = """\
@@ -125,7 +125,7 @@ def _logs(device: str | None) -> str:
         raise ConfigurationError(
             f"the log of {node.url} is where that worker was started. For one of `skyproxy up`: %sky logs NAME"
         )
-    return str(text)
+    return visible_output(str(text))
 
 
 def _command(words: list[str]) -> None:

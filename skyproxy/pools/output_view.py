@@ -10,6 +10,8 @@ from typing import TextIO
 from skyproxy.errors import visible_output
 
 _COLOURS = (36, 35, 33, 32, 34, 31, 96, 95, 93, 92, 94, 91)
+_LONGEST_LINE = 1 << 16
+"""Characters without an end of line that are kept; a line that is longer is shown in parts."""
 _lock = threading.Lock()
 
 
@@ -41,6 +43,8 @@ class TaskOutput:
         text = self._begun.pop(stream, "") + text
         # A carriage return ends a line too: a progress bar draws one over the other.
         cut = max(text.rfind("\n"), text.rfind("\r")) + 1
+        if len(text) - cut > _LONGEST_LINE:
+            text, cut = text + "\n", len(text) + 1
         if text[cut:]:
             self._begun[stream] = text[cut:]
         if cut:

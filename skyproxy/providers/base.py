@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, visible
 from skyproxy.providers.accelerators import Accelerator
 from skyproxy.providers.image import Image
 
@@ -204,7 +204,8 @@ class Progress:
     Attributes:
         phase: where it stands.
         node: which machine; None for all.
-        message: for people, with the true cause where it waits for something.
+        message: for people, with the true cause where it waits for something. It may hold words of a cluster or a
+            machine, and does not command a terminal.
 
     Example:
         ```python
@@ -216,6 +217,9 @@ class Progress:
     phase: Phase
     node: int | None
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", visible(self.message))
 
 
 Report = Callable[[Progress], None]

@@ -34,7 +34,7 @@ from skyproxy.snapshots.documents import (
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Opened, SnapshotFolder
 from skyproxy.snapshots.hashes import SHA256, PieceHash, piece_check
 from skyproxy.snapshots.headers import hash_of
-from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_of
+from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_in, pieces_of
 
 _ON_THE_WAY = 8
 """Pieces that are asked for, or sent, before the answer of the first has come."""
@@ -69,7 +69,7 @@ def _copy_of(header: Table, pieces: Callable[[list[bytes]], Iterator[bytes]]) ->
         for content in rows(entry(header, "contents"), "the contents")
     ]
     sizes = _sizes(document)
-    if [len(content) for content in contents] != [len(pieces_of(size)) for size in sizes]:
+    if [len(content) for content in contents] != [pieces_in(size) for size in sizes]:
         raise refuse("its storages have other pieces than they should")
     names = data(header.get("names", b""), "its names", MAX_NAMES_BYTES)
     return SnapshotCopy(document, contents, names, pieces, hash_of(header))

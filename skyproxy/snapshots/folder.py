@@ -33,7 +33,7 @@ from skyproxy.snapshots.documents import (
 )
 from skyproxy.snapshots.hashes import SHA256, piece_hash
 from skyproxy.snapshots.headers import PACK_NAME, hash_of, places_of, session_of
-from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, PackReader, PackWriter, pieces_of
+from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, PackReader, PackWriter, pieces_in, pieces_of
 from skyproxy.snapshots.stores import FileStore, LocalStore
 from skyproxy.torch_codec import byte_view
 
@@ -457,9 +457,9 @@ class Opened:
 def _load_tensor(
     size: int, content: Row, places: dict[bytes, str], readers: dict[str, PackReader], hashing: Executor
 ) -> torch.Tensor:
-    spans = pieces_of(size)
-    if len(spans) != len(content):
+    if pieces_in(size) != len(content):
         raise refuse(f"a storage of {size} bytes has {len(content)} pieces")
+    spans = pieces_of(size)
     tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
     view = byte_view(tensor)
 

@@ -156,6 +156,11 @@ def _fill(file: Source, target: memoryview, offset: int) -> None:
         done += count
 
 
+def pieces_in(byte_count: int) -> int:
+    """The number of the pieces of so many bytes; takes no memory, whatever a document says."""
+    return -(-byte_count // PIECE_BYTES)
+
+
 def pieces_of(byte_count: int) -> Sequence[tuple[int, int]]:
     """The offsets at which the pieces of so many bytes begin and end."""
     return [(start, min(start + PIECE_BYTES, byte_count)) for start in range(0, byte_count, PIECE_BYTES)]

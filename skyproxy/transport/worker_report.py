@@ -79,7 +79,7 @@ def ask_worker(
             raise ConnectError(
                 f"the worker at {shown} does not report its state (HTTP {answer.status}). Is it a skyproxy worker?"
             )
-        return _check_numbers(_show(json.loads(body)), path)
+        return checked_report(json.loads(body), path)
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         if isinstance(error, ConnectError):
             raise
@@ -97,12 +97,17 @@ def _hang_up(connection: http.client.HTTPConnection) -> None:
         connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _check_numbers(report: object, path: str) -> dict[str, Any]:
-    """Return a report, if what others compute with are numbers.
+def checked_report(said: object, path: str = "/activity") -> dict[str, Any]:
+    """Return a worker's report, if what others compute with are numbers; its words do not command a terminal.
+
+    Args:
+        said: JSON, by whichever way it came.
+        path: what was asked.
 
     Raises:
         ValueError: it is none.
     """
+    report = _show(said)
     if not isinstance(report, dict):
         raise ValueError("its answer is not a table")
     devices = report.get("devices", [])
@@ -110,6 +115,9 @@ def _check_numbers(report: object, path: str) -> dict[str, Any]:
         isinstance(row, dict) and row.keys() >= _OF_A_DEVICE for row in devices
     ):
         raise ValueError("its answer has devices that are none")
+    software = report.get("software", {})
+    if not isinstance(software, dict) or not all(isinstance(text, str) for text in software.values()):
+        raise ValueError("its answer has versions that are none")
     numbers = _NUMBERS - {"sessions"} if path == "/status" else _NUMBERS  # there they are rows; who shows them looks
     for row in (report, *devices):
         for name in numbers & row.keys():

@@ -24,7 +24,7 @@ from skyproxy.snapshots.documents import (
 )
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Draft, Opened, SnapshotFolder
 from skyproxy.snapshots.hashes import SHA256, piece_hash
-from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_of
+from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_in
 from skyproxy_server.snapshots.volume import VolumeThread
 
 _MOST_PIECES = 500_000
@@ -132,16 +132,16 @@ class CopiesIn:
         self._name = ""
         self._header = bytearray()
 
-    def begin(self, name: str, piece_count: int, hash_name: str = SHA256) -> None:
+    def begin(self, name: str, pieces_in: int, hash_name: str = SHA256) -> None:
         """Begin one, of up to so many pieces, which have their names by a hash; an unfinished one is dropped.
 
         Raises:
             SnapshotError: it cannot be written, or the hash is not here, or the volume hangs.
         """
-        self._volume.run("writing a copy of a snapshot", lambda: self._begin(name, piece_count, hash_name))
+        self._volume.run("writing a copy of a snapshot", lambda: self._begin(name, pieces_in, hash_name))
 
-    def _begin(self, name: str, piece_count: int, hash_name: str) -> None:
-        whole_number(piece_count, "the number of pieces", _MOST_PIECES)
+    def _begin(self, name: str, pieces_in: int, hash_name: str) -> None:
+        whole_number(pieces_in, "the number of pieces", _MOST_PIECES)
         piece_hash(hash_name)  # before anything is written
         self.end()
         folder = self._folder(name)
@@ -149,7 +149,7 @@ class CopiesIn:
         try:
             folder.claim()
             self._claimed.add(name)
-            self._draft, self._name = folder.begin(piece_count, self._hashing, hash_name), name
+            self._draft, self._name = folder.begin(pieces_in, self._hashing, hash_name), name
         except OSError as error:
             raise _unwritable(name, error) from error
 
@@ -228,7 +228,7 @@ def _finish(draft: Draft, content: bytes) -> str:
         [data(digest, "a piece's name", DIGEST_BYTES) for digest in rows(content, "a content")]
         for content in rows(entry(header, "contents"), "the contents")
     ]
-    if [len(content) for content in contents] != [len(pieces_of(size)) for size in sizes]:
+    if [len(content) for content in contents] != [pieces_in(size) for size in sizes]:
         raise refuse("its storages have other pieces than they should")
     if not all(draft.has(digest) for content in contents for digest in content):
         raise refuse("a piece of a tensor is missing")

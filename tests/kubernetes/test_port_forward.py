@@ -263,3 +263,11 @@ def test_without_a_cluster_nothing_is_left_behind(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError):
         PortForward(ClusterAddress(kubeconfig=str(tmp_path / "absent")), "w-0", POD_PORT)
     assert not [thread for thread in threading.enumerate() if thread.name == "skyproxy-port-forward"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "w-0/../v-0", "v-0/exec?command=id&stdout=1#", "v-0%2fexec", "..", "W-0", "w 0", "w-0\n", "a" * 300]
+)
+def test_a_name_that_no_pod_has_is_in_no_path_of_a_request(name: str, kubeconfig: Path) -> None:
+    with pytest.raises(ClusterError, match="is not the name of a Pod"):
+        PortForward(ClusterAddress(kubeconfig=str(kubeconfig)), name, POD_PORT)

@@ -97,6 +97,11 @@ def test_a_gateway_that_does_not_answer_is_passed_by(cluster: Secrets, kubeconfi
     assert way(kubeconfig, cluster.compute(externalUrl=cluster.gateway())).via == "port-forward"
 
 
+@pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "wss:", "http://127.0.0.1:1", 7, ["x"]])
+def test_what_is_no_workers_address_is_no_gateway(url: object, cluster: Secrets, kubeconfig: Path) -> None:
+    assert way(kubeconfig, cluster.compute(externalUrl=url)).via == "port-forward"
+
+
 def test_a_gateway_leads_to_the_first_process_only(cluster: Secrets, kubeconfig: Path) -> None:
     assert way(kubeconfig, cluster.compute(externalUrl=cluster.gateway()), node=1).via == "port-forward"
 
