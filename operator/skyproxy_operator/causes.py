@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyproxy.errors import visible
 from skyproxy_operator.names import CONTAINER
 
 Object = Mapping[str, Any]
@@ -35,13 +36,17 @@ class Cause:
 
     Attributes:
         reason: one word, for programs.
-        message: for people: what, and what next.
+        message: for people: what, and what next. It may hold a worker's last lines, or words of a registry or another
+            peer: none of it commands a terminal, and all of it can be written to a status.
         actionable: whether it stays so until somebody does something.
     """
 
     reason: str
     message: str
     actionable: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", visible(self.message))
 
 
 def pod_phase(pod: Object) -> str:

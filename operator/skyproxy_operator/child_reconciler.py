@@ -23,8 +23,9 @@ from skyproxy_operator.device_claims import CLAIM_TEMPLATE, CLAIM_VERSIONS, DEVI
 from skyproxy_operator.disruption import BUDGET, POLICY_GROUP, is_protected
 from skyproxy_operator.gangs import gang_of, is_served
 from skyproxy_operator.gangs import unavailable as gang_unavailable
-from skyproxy_operator.names import APPLIED, COMPUTE_LABEL, ISSUER, server_name, tls_secret, token_secret
+from skyproxy_operator.names import APPLIED, ISSUER, server_name, tls_secret, token_secret
 from skyproxy_operator.options import Options
+from skyproxy_operator.ownership import foreign, is_other_compute, is_ours, is_owned, issuer_of, leftover, may_use
 from skyproxy_operator.probing import ProbeCredentials
 from skyproxy_operator.queueing import KUEUE_GROUP, WORKLOAD, unavailable
 
@@ -169,7 +170,7 @@ class ChildReconciler:
             found = self._read[compute["metadata"]["uid"]].found.get((kind, name))
         if found is not None:
             return found
-        if kind == "Secret" and not compute.get("status") and not _issuer(compute):
+        if kind == "Secret" and not compute.get("status") and not issuer_of(compute):
             # A new Compute: it is made at once, and read where that fails.
             return None
         # A child without our label is not seen by the watch.
@@ -195,8 +196,11 @@ class ChildReconciler:
             if not await self._create(compute, secret, status):
                 return None
         # A Secret without an owner is one that somebody made before: the token is theirs to choose.
-        if _is_other_compute(compute, secret):
-            status.blocking = _leftover(f"Secret {name}")
+        if is_other_compute(compute, secret):
+            status.blocking = leftover(f"Secret {name}")
+            return None
+        if not may_use(compute, secret, self._options):
+            status.blocking = foreign(compute, name)
             return None
         data = _decode(secret)
         token, status.former_token = data.get("token", "").strip(), data.get("former", "").strip()
@@ -210,12 +214,15 @@ class ChildReconciler:
     ) -> Mapping[str, str] | None:
         metadata = compute["metadata"]
         name, namespace = tls_secret(metadata["name"]), metadata["namespace"]
-        issuer = _issuer(compute)
+        issuer = issuer_of(compute)
         # The key is not kept.
         has_key = ("Secret", name) not in self._read[metadata["uid"]].found
         secret = await self._find_existing(compute, "v1", "Secret", name)
-        if secret is not None and _is_other_compute(compute, secret):
-            status.blocking = _leftover(f"Secret {name}")
+        if secret is not None and is_other_compute(compute, secret):
+            status.blocking = leftover(f"Secret {name}")
+            return None
+        if secret is not None and not may_use(compute, secret, self._options):
+            status.blocking = foreign(compute, name)
             return None
         if issuer:
             try:
@@ -229,7 +236,7 @@ class ChildReconciler:
                 return None
             return _decode(secret)
         data = _decode(secret) if secret is not None else {}
-        ours = secret is None or _is_owned(compute, secret)
+        ours = secret is None or is_owned(compute, secret)
         fits = is_usable(data.get("tls.crt", ""), metadata["name"], namespace, now)
         if has_key:
             fits = fits and is_pair(data.get("tls.crt", ""), data.get("tls.key", ""), data.get("ca.crt", ""))
@@ -274,9 +281,9 @@ class ChildReconciler:
         try:
             if existing is None:
                 existing = await self._find_existing(compute, wanted["apiVersion"], wanted["kind"], metadata["name"])
-            if existing is not None and _is_other_compute(compute, existing):
-                status.blocking = _leftover(f"{wanted['kind']} {metadata['name']}")
-            elif existing is not None and not _is_ours(compute, existing):
+            if existing is not None and is_other_compute(compute, existing):
+                status.blocking = leftover(f"{wanted['kind']} {metadata['name']}")
+            elif existing is not None and not is_ours(compute, existing):
                 what = f"{wanted['kind']} {metadata['name']}"
                 text = f"There is a {what} that skyproxy does not manage. Delete it, or use another name."
                 cause = Cause("NameTaken", text, actionable=True)
@@ -376,7 +383,7 @@ class ChildReconciler:
         ):
             return
         existing = await self._find_existing(compute, children.ROUTE_API, "HTTPRoute", compute["metadata"]["name"])
-        if existing is not None and _is_owned(compute, existing):
+        if existing is not None and is_owned(compute, existing):
             await self._cluster.delete(existing)
         read.has_no_way_in = True
 
@@ -416,31 +423,6 @@ def _note(status: ChildStatus, error: ApiError, *, blocks: bool) -> None:
         status.blocking = cause
 
 
-def _leftover(what: str) -> Cause:
-    return Cause("CleaningUp", f"{what} of an earlier Compute of this name must be deleted first.")
-
-
-def _owners(item: Object) -> list[Object]:
-    owners: list[Object] = item["metadata"].get("ownerReferences") or []
-    return owners
-
-
-def _is_owned(compute: Object, item: Object) -> bool:
-    return any(owner["uid"] == compute["metadata"]["uid"] for owner in _owners(item))
-
-
-def _is_other_compute(compute: Object, item: Object) -> bool:
-    """Return whether an object belongs to a Compute that had the same name and is gone."""
-    kinds = {owner["kind"] for owner in _owners(item)}
-    return "Compute" in kinds and not _is_owned(compute, item)
-
-
-def _is_ours(compute: Object, item: Object) -> bool:
-    """Return whether we made an object: for this Compute, or as a claim that outlives it."""
-    labelled = (item["metadata"].get("labels") or {}).get(COMPUTE_LABEL) == compute["metadata"]["name"]
-    return _is_owned(compute, item) or (labelled and not _owners(item))
-
-
 def _decode(secret: Object) -> dict[str, str]:
     data = secret.get("data") or {}
     return {key: base64.b64decode(value).decode("utf-8", "replace") for key, value in data.items()}
@@ -473,13 +455,8 @@ def _covers(existing: object, wanted: object) -> bool:
     return bool(existing == wanted)
 
 
-def _issuer(compute: Object) -> str | None:
-    issuer: str | None = (compute["metadata"].get("annotations") or {}).get(ISSUER)
-    return issuer
-
-
 def _fingerprint(compute: Object) -> str:
     """Names everything that children are made of, the operator's options aside."""
     runtime = ((compute.get("status") or {}).get("runtime") or {}).get("template", "")
     filled_in = f"/{zlib.crc32(runtime.encode())}" if runtime else ""
-    return f"{compute['metadata'].get('generation')}/{_issuer(compute) or ''}{filled_in}"
+    return f"{compute['metadata'].get('generation')}/{issuer_of(compute) or ''}{filled_in}"

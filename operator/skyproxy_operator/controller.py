@@ -445,7 +445,7 @@ class Controller:
         if patch.get("endedReason") in (IDLE, LIFETIME, SUSPENDED_IDLE):
             METRICS.reaped.labels(reason=patch["endedReason"]).inc()
         for announcement in plan.announce:
-            logger.info("%s/%s: %s: %s", *_key(compute), announcement.reason, announcement.message)
+            logger.info("%s/%s: %s: %s", *_key(compute), announcement.reason, announcement.message.replace("\n", " "))
             await self._announce(compute, announcement)
 
     async def _announce(self, compute: Object, announcement: Announcement) -> None:

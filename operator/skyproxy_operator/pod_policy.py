@@ -3,6 +3,7 @@
 The operator makes pods with its own rights, so whoever may make Computes could otherwise get pods that they could not
 make themselves. What is refused by default follows the pod security standard "restricted"
 (https://kubernetes.io/docs/concepts/security/pod-security-standards/), and holds where no admission controller does.
+Capabilities need not be dropped, as there: who is not root and gets no new privileges has none.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ _FIELDS = {
 REVIEWED = {kind: frozenset(names.split()) for kind, names in _FIELDS.items()}
 """The fields of the API's types that were looked at: what each gives is allowed, or has its rule below. A server that
 is newer than this list may give anything for the others, so they are refused."""
+_DEVICE_ANNOTATIONS = ("cdi.k8s.io/", "io.kubernetes.cri-o.")
+"""Annotations by which container runtimes give devices of the machine, whoever else they are for."""
+_SECCOMP = ("RuntimeDefault", "Localhost")
 _PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 _HOOKS = ("postStart", "preStop")
 
@@ -87,7 +91,7 @@ def violations(
         for container in _rows(spec.get(key))
     ]
     if not options.allow_host_access:
-        yield from _host_access(spec, containers)
+        yield from _host_access(pod, spec, containers)
     if not options.allow_privilege:
         yield from _privilege(pod, spec, containers)
         yield from _unknown(spec, containers)
@@ -96,11 +100,14 @@ def violations(
     yield from _claims(spec, options, own_claims)
 
 
-def _host_access(spec: Object, containers: Sequence[tuple[str, Object]]) -> Iterator[str]:
+def _host_access(pod: Object, spec: Object, containers: Sequence[tuple[str, Object]]) -> Iterator[str]:
     allow = "this installation allows no access to its machines (SKYPROXY_OPERATOR_ALLOW_HOST_ACCESS)"
     for key in _HOST_NAMESPACES:
         if spec.get(key):
             yield f"{key}: {allow}"
+    for key in _mapping(_mapping(pod.get("metadata")).get("annotations")):
+        if key.startswith(_DEVICE_ANNOTATIONS):
+            yield f"metadata.annotations[{key}]: {allow}; ask for devices by spec.resources or spec.resourceClaims"
     if spec.get("nodeName"):
         yield f"nodeName: the scheduler chooses the machine; use nodeSelector; {allow}"
     for volume in _rows(spec.get("volumes")):
@@ -161,6 +168,10 @@ def _privilege(pod: Object, spec: Object, containers: Sequence[tuple[str, Object
         for where, item in containers:
             if _mapping(item.get("securityContext")).get("runAsNonRoot") is not True:
                 yield f"{where}.securityContext.runAsNonRoot: it must be true; {allow}"
+    if _mapping(context.get("seccompProfile")).get("type") not in _SECCOMP:
+        for where, item in containers:
+            if _mapping(_mapping(item.get("securityContext")).get("seccompProfile")).get("type") not in _SECCOMP:
+                yield f"{where}.securityContext.seccompProfile: it must be {' or '.join(_SECCOMP)}; {allow}"
     for where, item in containers:
         if _mapping(item.get("securityContext")).get("allowPrivilegeEscalation") is not False:
             yield f"{where}.securityContext.allowPrivilegeEscalation: it must be false; {allow}"
@@ -201,7 +212,7 @@ def _service_account(pod: Object, spec: Object, options: Options) -> Iterator[st
     if not named and (spec.get("automountServiceAccountToken") is not False or projected):
         named = {"default"}
     for name in sorted(named):
-        if not _matches(f"{namespace}/{name}", options.service_accounts):
+        if not matches(f"{namespace}/{name}", options.service_accounts):
             yield (
                 f"serviceAccountName: this installation does not let workers use {namespace}/{name}. An administrator "
                 f"allows it: SKYPROXY_OPERATOR_SERVICE_ACCOUNTS={namespace}/{name}"
@@ -231,7 +242,7 @@ def _secrets(
         ]
         found |= {str(name): where for name in names if name}
     for name, where in sorted(found.items()):
-        if name not in own and not _matches(name, options.secrets):
+        if name not in own and not matches(name, options.secrets):
             yield (
                 f"{where}: this installation does not give workers the Secret {name}. An administrator allows it: "
                 f"SKYPROXY_OPERATOR_SECRETS={name}"
@@ -241,14 +252,15 @@ def _secrets(
 def _claims(spec: Object, options: Options, own: Collection[str]) -> Iterator[str]:
     for claim in _rows(spec.get("resourceClaims")):
         for name in (claim.get("resourceClaimName"), claim.get("resourceClaimTemplateName")):
-            if name and str(name) not in own and not _matches(str(name), options.resource_claims):
+            if name and str(name) not in own and not matches(str(name), options.resource_claims):
                 yield (
                     f"resourceClaims[{claim.get('name', '')}]: this installation does not let workers use {name}. An "
                     f"administrator allows it: SKYPROXY_OPERATOR_RESOURCE_CLAIMS={name}"
                 )
 
 
-def _matches(name: str, patterns: str) -> bool:
+def matches(name: str, patterns: str) -> bool:
+    """Return whether one of the patterns of an option, with commas between, is of this name."""
     return any(fnmatchcase(name, pattern.strip()) for pattern in patterns.split(",") if pattern.strip())
 
 

@@ -215,10 +215,10 @@ class FakeCluster:
             pod["status"]["conditions"] = [target]
             pod["metadata"]["deletionTimestamp"] = "2026-05-01T12:00:00Z"
 
-    def fail(self, name: str) -> None:
+    def fail(self, name: str, last_lines: str = "boom") -> None:
         """A pod's worker crashes."""
         pod = self.objects["Pod", "lab", name]
-        state = {"terminated": {"exitCode": 1, "reason": "Error", "message": "boom"}}
+        state = {"terminated": {"exitCode": 1, "reason": "Error", "message": last_lines}}
         pod["status"] = {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": state}]}
 
     def collect_garbage(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyproxy_operator.causes import ended_cause, pull_failures, waiting_cause
+from skyproxy_operator.causes import Cause, ended_cause, pull_failures, waiting_cause
 from tests.operator.makers import NOW, at, condition, make_compute, make_pod
 
 COMPUTE = make_compute(resources={"nvidia.com/gpu": "2", "memory": "8Gi"})
@@ -172,3 +172,10 @@ def test_what_is_done_to_a_pod_is_told(reason: str) -> None:
 
 def test_a_pod_that_ended_without_a_word() -> None:
     assert ended_cause(make_pod(COMPUTE, phase="Failed")).reason == "PodFailed"
+
+
+def test_no_words_of_a_worker_command_the_terminal_that_shows_a_status() -> None:
+    said = "\x1b]52;c;ZXZpbA==\x07\x9d\u202e\ud800\r\nnext"
+    message = Cause("PodFailed", said).message
+    assert message == "\\x1b]52;c;ZXZpbA==\\x07\\x9d\\u202e\\ud800\\x0d\nnext"
+    message.encode()

@@ -54,6 +54,42 @@ def test_a_token_that_somebody_made_before_is_used() -> None:
     assert world.prober.asked[0][1].token == "mine"
 
 
+def foreign(name: str, data: dict[str, str], **metadata: Any) -> dict[str, Any]:
+    encoded = {key: base64.b64encode(value.encode()).decode() for key, value in data.items()}
+    return {"kind": "Secret", "metadata": {"name": name, "namespace": "lab", **metadata}, "data": encoded}
+
+
+FOREIGN = [("dev-token", {"token": "of a robot"}), ("dev-tls", {"tls.crt": "c", "tls.key": "of a shop", "ca.crt": "a"})]
+
+
+@pytest.mark.parametrize(("name", "data"), FOREIGN)
+def test_a_secret_is_not_given_to_a_compute_for_its_name(name: str, data: dict[str, str]) -> None:
+    world = World(replace(OPTIONS, secrets="shared-*"))
+    world.cluster.put(foreign(name, data, annotations={"cert-manager.io/certificate-name": "dev"}))
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+
+    run(scenario, world)
+    assert world.names("Pod") == []
+    conditions = {row["type"]: row for row in world.status["conditions"]}
+    assert conditions["Degraded"]["reason"] == "SecretTaken"
+    assert name in conditions["Degraded"]["message"]
+    assert world.cluster.objects["Secret", "lab", name]["data"] == foreign(name, data)["data"]
+
+
+def test_whoever_may_change_a_secret_gives_it_to_a_compute_by_a_label() -> None:
+    world = World(replace(OPTIONS, secrets=""))
+    world.cluster.put(foreign("dev-token", {"token": "mine"}, labels={"skyproxy.dev/compute": "dev"}))
+
+    async def scenario(world: World) -> None:
+        await world.settle()
+
+    run(scenario, world)
+    assert world.status["phase"] == "Running"
+    assert world.prober.asked[0][1].token == "mine"
+
+
 class SlowCluster(FakeCluster):
     """One whose API server takes a second for each request.
 

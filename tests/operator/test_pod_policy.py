@@ -38,6 +38,8 @@ HOST = [
     template(nodeName="control-plane"),
     template(volumes=[{"name": "root", "hostPath": {"path": "/"}}]),
     template(volumes=[{"name": "share", "nfs": {"server": "s", "path": "/"}}]),
+    {"podTemplate": {"metadata": {"annotations": {"cdi.k8s.io/any": "nvidia.com/gpu=all"}}}},
+    {"podTemplate": {"metadata": {"annotations": {"io.kubernetes.cri-o.Devices": "/dev/kmsg"}}}},
     worker(ports=[{"containerPort": 1, "hostPort": 1, "protocol": "TCP"}]),
     sidecar(ports=[{"containerPort": 1, "hostPort": 1, "protocol": "TCP"}]),
     worker(livenessProbe={"httpGet": {"host": "169.254.169.254", "port": 80}}),
@@ -65,6 +67,9 @@ PRIVILEGE = [
     template(securityContext={"runAsUser": 0}),
     template(securityContext={"runAsNonRoot": False}),
     template(securityContext=None),
+    template(securityContext={"seccompProfile": None}),
+    template(securityContext={"seccompProfile": {"type": None}}),
+    template(securityContext={"seccompProfile": {"type": "Anything"}}),
     template(securityContext={"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}),
     template(priorityClassName="system-node-critical"),
     template(initContainers=[{"name": "first", "image": "i", "securityContext": {"privileged": True}}]),
@@ -217,3 +222,22 @@ def test_ordinary_pods_and_harmless_templates_pass() -> None:
     build(**template(schedulerName="volcano", runtimeClassName="gvisor", topologySpreadConstraints=[]))
     build(**sidecar())
     build(replace(OPTIONS, secrets=""), nodes=2)
+    own = {"seccompProfile": {"type": "Localhost", "localhostProfile": "p"}}
+    build(
+        podTemplate={
+            "spec": {
+                "securityContext": {"seccompProfile": None},
+                "containers": [{"name": "worker", "securityContext": own}],
+            }
+        }
+    )
+
+
+def test_no_template_makes_a_pod_anothers() -> None:
+    foreign = {"skyproxy.dev/compute": "other", "skyproxy.dev/node": "7", "app.kubernetes.io/managed-by": "me"}
+    owner = {"apiVersion": "v1", "kind": "Node", "name": "n", "uid": "1", "controller": True}
+    metadata = {"name": "z", "namespace": "kube-system", "labels": foreign, "ownerReferences": [owner]}
+    made = build(podTemplate={"metadata": metadata})["metadata"]
+    assert (made["name"], made["namespace"]) == ("dev-0", "lab")
+    assert [row["kind"] for row in made["ownerReferences"]] == ["Compute"]
+    assert not set(foreign.values()) & set(made["labels"].values())
