@@ -5,7 +5,6 @@ Not threads of this process: a worker draws from its process's default generator
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import ssl
@@ -19,15 +18,6 @@ import trustme
 os.environ["SKYPROXY_CONTEXT"] = ""
 # Tests compare what programs print; tests/test_first_use.py has the line itself.
 os.environ["SKYPROXY_ANNOUNCE_WORKER"] = "0"
-
-with contextlib.suppress(ImportError):
-    from hypothesis import Phase, settings
-
-    # Without `explain`, which traces. On Python 3.11 a traced function never begins while an exception that was set for
-    # another thread waits to be raised there, as it does where an earlier test has cancelled a function in C code.
-    settings.register_profile("skyproxy", phases=[phase for phase in Phase if phase is not Phase.explain])
-    settings.load_profile("skyproxy")
-
 
 _SLOW_TEST_SECONDS = 300
 """For a slow test that says nothing else; a dozen processes that import torch share two cores with other tests."""

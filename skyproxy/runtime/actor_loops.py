@@ -6,12 +6,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
-import ctypes
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import TypeVar
 
 from skyproxy.errors import ActorDiedError
+from skyproxy.runtime.thread_exceptions import raise_in
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 0.5
@@ -103,9 +103,7 @@ class ActorLoop:
             if loop is None or thread is None or thread.ident is None or not tasks or tasks[0].done():
                 return
             if asyncio.current_task(loop) is tasks[0]:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident), ctypes.py_object(LoopInterrupt)
-                )
+                raise_in(thread.ident, LoopInterrupt, lambda: thread.is_alive() and not tasks[0].done())
 
         timer = threading.Timer(_PATIENCE_SECONDS, interrupt)
         timer.daemon = True

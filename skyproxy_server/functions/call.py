@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import pickle
 import threading
@@ -23,6 +22,7 @@ from skyproxy.runtime.breakpoints import DEBUGGERS, Debugger, Place, describe, i
 from skyproxy.runtime.calls import CallContext, entered_call
 from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.runtime.questions import begin_to_ask, end_questions
+from skyproxy.runtime.thread_exceptions import raise_in, take_back
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.functions import output
@@ -98,6 +98,7 @@ class FunctionCall:
         self._timer: threading.Timer | None = None
         self._interrupts: list[Callable[[], object]] = []
         self._interrupted = False
+        self._may_strike = False
         self._sleeping = False
         self._questions = CallQuestions(self.events)  # none in a process of its own, where nobody gives it threads
         self._ask: Callable[[dict[str, Any], bytes], Callable[[], bytes]] | None = None if threads is None else self.ask
@@ -212,7 +213,7 @@ class FunctionCall:
             finally:
                 self._leave()
         except CallInterrupt:
-            pass  # it struck after the function had ended
+            self.running = False  # it struck after the function had ended
         finally:
             end_questions(self.session, self.identity)
             self.has_run()
@@ -231,7 +232,7 @@ class FunctionCall:
         with self._lock:
             self.running = False
             self._streams = ()
-            _raise_in(threading.get_ident(), None)
+            self._take_back_interrupt()
             if self._timer is not None:
                 self._timer.cancel()
             self.events.changed.notify_all()
@@ -444,8 +445,13 @@ class FunctionCall:
 
     def _leave_interrupted(self) -> NoReturn:
         if self._thread is threading.current_thread():
-            _raise_in(threading.get_ident(), None)  # else it strikes once more, in a `finally` of the function
+            self._take_back_interrupt()  # else it strikes once more, in a `finally` of the function
         raise CallInterrupt
+
+    def _take_back_interrupt(self) -> None:
+        if self._may_strike:
+            self._may_strike = False
+            take_back(CallInterrupt)
 
     def _sleep(self) -> None:
         """Waits for news; the lock is held. No interrupt strikes meanwhile: whoever wakes looks at `ended`."""
@@ -490,10 +496,5 @@ class FunctionCall:
             with contextlib.suppress(RuntimeError):  # the loop has just ended
                 stop()
         if not self._interrupts and not self._sleeping:
-            _raise_in(self._thread.ident, CallInterrupt)
-
-
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Has an exception raised in another thread at its next step in Python; None takes back one not raised yet."""
-    target = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), target)
+            self._may_strike = True
+            raise_in(self._thread.ident, CallInterrupt, lambda: self.running)

@@ -178,6 +178,30 @@ def test_a_function_deep_in_c_is_left_behind(node: skyproxy.Node) -> None:
     node.run(open_gate, "unstick")
 
 
+def test_a_function_can_profile_itself_after_others_and_beside_one_that_was_left_behind(node: skyproxy.Node) -> None:
+    def stuck() -> None:
+        open_gate("stuck behind")
+        hold("unstick behind")
+
+    def profile() -> int:
+        import cProfile
+
+        def function() -> int:
+            return 1
+
+        with cProfile.Profile() as found:
+            function()
+        return next(row.callcount for row in found.getstats() if "function" in str(row.code))
+
+    assert node.submit(profile).result(60) == 1
+    assert node.submit(profile).result(60) == 1
+    call = node.submit(stuck)
+    node.run(hold, "stuck behind")
+    call.cancel()
+    assert node.submit(profile).result(60) == 1
+    node.run(open_gate, "unstick behind")
+
+
 def test_an_async_function_is_cancelled_where_it_waits(node: skyproxy.Node) -> None:
     async def wait() -> None:
         try:
