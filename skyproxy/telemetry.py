@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 _API = "opentelemetry.trace"
+_NO_PARENT = nullcontext()
 
 
 def begin(name: str, **attributes: str | int) -> Any:
@@ -49,7 +50,7 @@ def end(span: Any, error: str = "") -> None:
 def as_parent(span: object) -> AbstractContextManager[object]:
     """Let spans that begin in the block be children of this one; do nothing for None."""
     if span is None:
-        return nullcontext()
+        return _NO_PARENT
     entered: AbstractContextManager[object] = sys.modules[_API].use_span(
         span, end_on_exit=False, record_exception=False, set_status_on_exception=False
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from skyproxy_server.inventory import DeviceRow
 
 BUFFERS = 8
 """Pinned buffers of one direction of one session, each as large as a chunk."""
+_NO_STREAMS = contextlib.nullcontext()
 
 
 class DeviceEvent(Protocol):
@@ -228,6 +229,19 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def cuda_copy_engine(device: torch.device) -> CopyEngine | None:
     """CopyEngine for a CUDA device; None for the others."""
     return CudaCopyEngine(device.index or 0) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def _enter_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for stream in reversed(streams):  # entering one makes its device the current one
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+def on_streams(streams: Sequence[torch.cuda.Stream]) -> contextlib.AbstractContextManager[None]:
+    """Compute on these streams inside the `with` block; without any, as calls mostly are, at no cost."""
+    return _enter_streams(streams) if streams else _NO_STREAMS
 
 
 @contextlib.contextmanager

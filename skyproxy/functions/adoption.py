@@ -49,7 +49,7 @@ class Adopter:
         self._adopted: tuple[int, list[torch.Tensor]] = (0, [])
         self._call = call
         self._session = session
-        self._devices = {(device.row["type"], device.row["index"] or 0): device for device in devices}
+        self._devices = devices
         self._arguments = arguments
 
     def value(self, number: int, tables: dict[str, Any], pieces: Sequence[object]) -> Any:
@@ -104,6 +104,7 @@ class Adopter:
     def _adopt(self, number: int, rows: list[Row]) -> list[torch.Tensor]:
         if not rows:
             return []
+        devices = {(device.row["type"], device.row["index"] or 0): device for device in self._devices}
         roots: dict[int, Handle] = {}
         slots: list[int] = []
         tensors: list[torch.Tensor] = []
@@ -122,7 +123,7 @@ class Adopter:
                 memory_of(shared)
                 root = roots[group] = shared.root or shared
             meta = intern_meta(torch_codec.decode_description(fields))
-            handle = self._devices[kind, index].new_handle(meta, root)
+            handle = devices[kind, index].new_handle(meta, root)
             if root is None and group >= 0:
                 roots[group] = handle
                 handle.memory = Memory(storage_bytes)

@@ -317,7 +317,8 @@ class Call:
             return
         if came.kind in ("started", "result", "error"):
             self._has_begun = True
-            self._tell_of_beginning()
+            if self._on_begin:
+                self._tell_of_beginning()
         if came.kind == "started":
             self.payload = None
         elif came.kind == "output":
@@ -352,11 +353,9 @@ class Call:
 
     def _settle(self, came: ReceivedEvent) -> bool:
         """Return whether nobody had settled the future before."""
-        if self._future.done():
-            return False
         try:
             self._future.set_result(came)
-        except concurrent.futures.InvalidStateError:  # cancelled a moment ago
+        except concurrent.futures.InvalidStateError:  # it has a result, or was cancelled
             return False
         return True
 

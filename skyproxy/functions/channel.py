@@ -398,7 +398,9 @@ def _are_tables(value: dict[str, object], count: int) -> bool:
     rows, bases = value.get("tensors"), value["bases"]
     if type(rows) is not list or type(bases) is not list or len(bases) >= count:
         return False
-    return all(type(row) is list and len(row) >= 5 for row in rows) and all(type(base) is int for base in bases)
+    if rows and not all(type(row) is list and len(row) >= 5 for row in rows):
+        return False
+    return not bases or all(type(base) is int for base in bases)
 
 
 def _start_message(call: Call, sizes: list[int], buffers: tuple[Buffer, ...]) -> Message:

@@ -69,8 +69,11 @@ def _look_at(function: types.FunctionType, parts: list[object], seen: set[int]) 
         raise ChangeableError
     code = function.__code__
     parts += [code, function.__name__, function.__qualname__, function.__module__, function.__doc__]
-    for value in (*(function.__defaults__ or ()), *_items(function.__kwdefaults__), *_items(function.__annotations__)):
+    for value in function.__defaults__ or ():
         _look_into(value, parts, seen)
+    for mapping in (function.__kwdefaults__, function.__annotations__):
+        for value in _items(mapping) if mapping else ():
+            _look_into(value, parts, seen)
     for cell in function.__closure__ or ():
         try:
             _look_into(cell.cell_contents, parts, seen)
@@ -81,8 +84,8 @@ def _look_at(function: types.FunctionType, parts: list[object], seen: set[int]) 
         _look_into(own.get(name, _MISSING), parts, seen)
 
 
-def _items(mapping: dict[str, Any] | None) -> Iterator[object]:
-    for name, value in (mapping or {}).items():
+def _items(mapping: dict[str, Any]) -> Iterator[object]:
+    for name, value in mapping.items():
         yield sys.intern(name)
         yield value
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import platform
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -241,7 +241,7 @@ class Runner:
         trusted: bool,
         identity: str | None = None,
     ) -> Call:
-        identity = identity or secrets.token_hex(16)
+        identity = identity or os.urandom(16).hex()
         adopter = Adopter(identity, self.session, self.devices, tensors, trusted)
         call = Call(identity, name, self._channel, adopter, on_output)
         call.on_wait = partial(WAITING_CALLS.note, self)

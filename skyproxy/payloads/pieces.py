@@ -77,7 +77,7 @@ class Assembly(Generic[Made]):
             ProtocolError: the sizes cannot be, or differ from what came.
         """
         total = sum(sizes)
-        if any(size < 0 for size in sizes) or total > max_bytes:
+        if total > max_bytes or (sizes and min(sizes) < 0):
             raise ProtocolError(f"a payload of {total:,} bytes in {len(sizes)} pieces is not allowed")
         self.pieces: list[Made] = []
         self._sizes = sizes
@@ -86,12 +86,16 @@ class Assembly(Generic[Made]):
         self._filled = 0
         """Bytes of the last piece that are there."""
         self._total = self._missing = total
-        if total and buffers and [flat_size(buffer) for buffer in buffers] != list(sizes):
-            raise ProtocolError("the buffers of a payload have other sizes than it says")
-        for index, buffer in enumerate(buffers if total else ()):
-            self._fill(index, 0, buffer)
-        if self.complete:
+        if not total:
             self._begin_until(len(sizes))
+        elif buffers:
+            if list(map(flat_size, buffers)) != list(sizes):
+                raise ProtocolError("the buffers of a payload have other sizes than it says")
+            for index, buffer in enumerate(buffers):
+                self._begin(index)
+                if sizes[index]:
+                    self._view[:] = memoryview(buffer).cast("B")
+            self._missing = 0
 
     @property
     def complete(self) -> bool:
@@ -128,15 +132,17 @@ class Assembly(Generic[Made]):
         while len(self.pieces) < count:
             if self._filled != len(self._view):
                 raise ProtocolError(f"CallData left out bytes of piece {len(self.pieces) - 1}, so it does not fit")
-            index = len(self.pieces)
-            try:
-                made, self._view = self._allocate(index, self._sizes[index])
-            except (MemoryError, OSError, RuntimeError) as error:
-                if raised_by_handler(error):
-                    raise
-                raise ProtocolError(f"there is no memory for a payload of {self._total:,} bytes: {error}") from error
-            self._filled = 0
-            self.pieces.append(made)
+            self._begin(len(self.pieces))
+
+    def _begin(self, index: int) -> None:
+        try:
+            made, self._view = self._allocate(index, self._sizes[index])
+        except (MemoryError, OSError, RuntimeError) as error:
+            if raised_by_handler(error):
+                raise
+            raise ProtocolError(f"there is no memory for a payload of {self._total:,} bytes: {error}") from error
+        self._filled = 0
+        self.pieces.append(made)
 
 
 def plain_memory(index: int, size: int) -> tuple[object, memoryview]:

@@ -198,6 +198,8 @@ def memory_for(tables: dict[str, Any], count: int) -> Callable[[int, int], tuple
         tables: what travels with the pieces.
         count: how many there are.
     """
+    if not tables["bases"]:
+        return plain_memory
     first = count - len(tables["bases"])
 
     def allocate(index: int, size: int) -> tuple[Any, memoryview]:

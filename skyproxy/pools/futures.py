@@ -7,13 +7,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, InvalidStateError
-from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 from skyproxy.errors import ConfigurationError
 
 T = TypeVar("T")
 _CANCELLED = (CANCELLED, CANCELLED_AND_NOTIFIED)
+_DONE = (*_CANCELLED, FINISHED)
 
 
 class PoolFuture(Future[T]):
@@ -39,7 +40,7 @@ class PoolFuture(Future[T]):
         """Set what ends the call from now on; called at once if the future has been cancelled already."""
         with self._guard:
             self._stop = stop
-            cancelled = self._state in _CANCELLED  # as `cancelled`, without its lock
+            cancelled = self.cancelled()
         if cancelled:
             stop()
 
@@ -51,6 +52,14 @@ class PoolFuture(Future[T]):
         if done and stop is not None:
             stop()
         return done
+
+    def cancelled(self) -> bool:
+        """Return whether it was cancelled."""
+        return self._state in _CANCELLED  # one look, for which no lock is needed
+
+    def done(self) -> bool:
+        """Return whether there is a result or an exception, or the future was cancelled."""
+        return self._state in _DONE
 
     def settle(self, value: T) -> None:
         """Sets the result, unless somebody cancelled meanwhile."""

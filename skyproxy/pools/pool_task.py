@@ -39,7 +39,7 @@ class PoolTask:
     """
 
     def __init__(self, call: PendingCompute[object], payload: Payload, rank: int | None, retry: Retry) -> None:
-        self.name = call.name
+        self.name = name = call.name
         self.payload = payload
         self.timeout_seconds = call.options.timeout_seconds
         self.results = "remote" if call.options.remote else "value"
@@ -50,10 +50,10 @@ class PoolTask:
         self.rank = rank
         self.retry = retry
         self.tries = 0
-        self.future: PoolFuture[object] = PoolFuture(call.name)
+        self.future: PoolFuture[object] = PoolFuture(name)
         self.running: Call | None = None
         self.keeps: object = None
-        self.span = telemetry.begin("skyproxy.pool_call", function=call.name)
+        self.span = telemetry.begin("skyproxy.pool_call", function=name)
         if self.span is not None:
             self.future.add_done_callback(partial(_end_span, self.span))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ logger = logging.getLogger("skyproxy")
 
 PURPOSES = ("torch", "jax", "coordination", "torchrun")
 _FORM_ATTEMPTS = 3
+_is_alive = operator.attrgetter("alive")
 
 
 class RankGroup:
@@ -148,10 +150,10 @@ class RankGroup:
             RankErrors: a plugin failed, or some ranks never came; one exception a rank.
             WorkerStartError: a lost rank cannot be replaced.
         """
-        if self._formed and all(node.alive for node in self.nodes):
+        if self._formed and all(map(_is_alive, self.nodes)):
             return
         with self._lock:
-            if self._formed and all(node.alive for node in self.nodes):
+            if self._formed and all(map(_is_alive, self.nodes)):
                 return
             self._generation = max(self._generation, (generation or 0) - 1)
             for attempt in itertools.count(1):

@@ -106,11 +106,11 @@ class Scheduler:
 
     def _context(self, rank: int) -> SentContext:
         """Return the context of calls to a rank, pickled once for as long as it stays the same."""
-        from skyproxy.functions.runner import SentContext  # late, for it loads torch
-
         context = self._group.context(rank)
         known = self._contexts.get(rank)
         if known is None or known[0] is not context:
+            from skyproxy.functions.runner import SentContext  # late, for it loads torch
+
             if len(self._contexts) > 2 * self._max_processes:
                 self._contexts.clear()  # of ranks that have gone, most of them
             known = self._contexts[rank] = context, SentContext(context)

@@ -254,7 +254,7 @@ def decode_head(start: Buffer, max_frame_bytes: int) -> DecodedHead:
     lengths: list[int] = []
     if layout.has_buffers:
         lengths = values.pop()
-        if type(lengths) is not list or not all(type(item) is int and item >= 0 for item in lengths):
+        if type(lengths) is not list or (lengths and (set(map(type, lengths)) != {int} or min(lengths) < 0)):
             raise _error(layout, f"the lengths of the buffers are {lengths!r:.100}")
     for index, (kind, check, value) in enumerate(zip(layout.kinds, layout.checks, values, strict=True)):
         if (kind is not None and type(value) is not kind) or (check is not None and not check(value)):

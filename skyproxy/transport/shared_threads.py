@@ -117,8 +117,10 @@ class SharedThreads:
     def _wait(self) -> None:
         while True:
             try:
-                self._take_arrivals()
-                self._keep_appointments()
+                if not self._arrivals.empty():
+                    self._take_arrivals()
+                if not self._appointments.empty() or (self._planned and self._planned[0][0] <= time.monotonic()):
+                    self._keep_appointments()
                 for descriptor in self._wait_for_events():
                     self._read(descriptor)
                 self._relieve_helpers()

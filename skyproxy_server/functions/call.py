@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import pickle
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from skyproxy.runtime.questions import begin_to_ask, end_questions
 from skyproxy.runtime.thread_exceptions import raise_in, take_back
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
+from skyproxy_server.cuda_staging import on_streams
 from skyproxy_server.functions import output
 from skyproxy_server.functions.call_threads import CallThreads
 from skyproxy_server.functions.events import Events
@@ -192,17 +193,14 @@ class FunctionCall:
                     self._is_in_thread = True
                 if self.ended:
                     raise CallInterrupt  # its caller has given it up before this thread could be told
-                with contextlib.ExitStack() as stack:
-                    stack.enter_context(self._activity.running())
-                    for stream in reversed(self._streams):  # entering one makes its device the current one
-                        stack.enter_context(torch.cuda.stream(stream))
-                    values = pickle.loads(task["context"]) if task["context"] else {}
-                    stack.enter_context(entered_call(self._context(values)))
+                values = pickle.loads(task["context"]) if task["context"] else {}
+                used = self._activity.running()
+                with used, on_streams(self._streams), entered_call(self._context(values)):
                     if task.get("isolate"):
                         self._execute_apart(task, pieces)
                         return
-                    stack.enter_context(output.printing_to(self))
-                    self._execute_debugged(task, pieces, arguments)
+                    with output.printing_to(self):
+                        self._execute_debugged(task, pieces, arguments)
             except BaseException as error:
                 if not self.ended:
                     self._flush()
@@ -294,9 +292,9 @@ class FunctionCall:
         returning = ResultWriter(self._devices, task["results"] == REMOTE, given, self._plain)
         result = function(*args, **kwargs)
         del args, kwargs, known
-        if inspect.iscoroutine(result):
+        if isinstance(result, types.CoroutineType):
             result = self._await(result)
-        if inspect.isgenerator(result):
+        if isinstance(result, types.GeneratorType):
             self.events.add("stream", {})
             while True:
                 try:
@@ -305,7 +303,7 @@ class FunctionCall:
                     result = stop.value
                     break
                 self._emit_value("item", item, returning)
-        elif inspect.isasyncgen(result):
+        elif isinstance(result, types.AsyncGeneratorType):
             self.events.add("stream", {})
             result = self._await(self._drain(result, returning))
         self._flush()
@@ -411,8 +409,9 @@ class FunctionCall:
             self._print(stream, text)
 
     def _flush(self) -> None:
-        for stream in ("stdout", "stderr"):
-            self.flush(stream)
+        if self._pending:
+            for stream in ("stdout", "stderr"):
+                self.flush(stream)
 
     def _print(self, stream: str, text: str) -> None:
         with self._lock:
