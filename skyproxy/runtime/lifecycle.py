@@ -208,21 +208,39 @@ class Lifecycle:
         with self.running():
             return function(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[None]:
         """The calling task counts as running inside the `with` block."""
         current = current_call()
-        call = current.id if current is not None else ""
+        return _RunningTask(self, current.id if current is not None else "")
+
+    def task_begins(self, call: str) -> None:
+        """A task of a call begins."""
         with self._task_ended:
             self._tasks[call] = self._tasks.get(call, 0) + 1
-        try:
-            yield
-        finally:
-            with self._task_ended:
-                self._tasks[call] -= 1
-                if not self._tasks[call]:
-                    del self._tasks[call]
-                self._task_ended.notify_all()
+
+    def task_ends(self, call: str) -> None:
+        """A task of a call has ended."""
+        with self._task_ended:
+            self._tasks[call] -= 1
+            if not self._tasks[call]:
+                del self._tasks[call]
+            self._task_ended.notify_all()
+
+
+class _RunningTask(contextlib.AbstractContextManager[None]):
+    """A task that runs; a class, because each call enters one, and a generator takes longer."""
+
+    __slots__ = ("_call", "_lifecycle")
+
+    def __init__(self, lifecycle: Lifecycle, call: str) -> None:
+        self._lifecycle = lifecycle
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._lifecycle.task_begins(self._call)
+
+    def __exit__(self, *_: object) -> None:
+        self._lifecycle.task_ends(self._call)
 
 
 LIFECYCLE = Lifecycle()
