@@ -25,6 +25,9 @@ _HOME = f"{_FOLDER}/home"
 _USER = "skyproxy"
 _VALID_DAYS = 30
 _INSTALL_SECONDS = 1800.0
+_LONGEST_SECONDS = 1e9
+_NAME_OF_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_END = "SKYPROXY_END"
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,21 @@ class SecretStore:
 
 
 def secret_files(keys: Keys, token: str, env: dict[str, str]) -> dict[str, str]:
-    """Return the files of an instance that nobody but its worker may read, by name."""
-    variables = "\n".join(f"{key}={json.dumps(value)}" for key, value in env.items())
+    """Return the files of an instance that nobody but its worker may read, by name.
+
+    Raises:
+        ConfigurationError: a variable has a name that none can have, or a text that the script cannot hold.
+    """
+    for key, value in env.items():
+        if not _NAME_OF_VARIABLE.fullmatch(key) or "\0" in value or _END in value.splitlines():
+            raise ConfigurationError(f"AWS(): the variable {key!r} cannot be one of a worker there. Leave it out.")
+    variables = "\n".join(f"{key}={_quote(value)}" for key, value in env.items())
     return {"token": token, "tls.key": keys.key, "env": variables}
+
+
+def _quote(value: str) -> str:
+    """Quote a value as systemd reads it in a file of variables: any text stays what it is, with its line ends."""
+    return '"' + re.sub(r'(["\\`$])', r"\\\1", value) + '"'
 
 
 def startup_script(
@@ -287,22 +302,38 @@ def _watch(procs_per_node: int, idle_seconds: float, lifetime_seconds: float | N
 
     It begins before anything is installed, so that an installation that fails is no exception.
     """
-    script = f"""import json, ssl, subprocess, time, urllib.request
-end = time.time() + {lifetime_seconds if lifetime_seconds is not None else "1e12"}
+    # It runs as root, and who answers may be anybody's code: nothing that is said, or not said, ends or stops it.
+    script = f"""import http.client, json, ssl, subprocess, threading, time
 context = ssl.create_default_context()
 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-silent_since, limit = time.time(), {max(idle_seconds, _INSTALL_SECONDS)}
-while True:
-    time.sleep(30)
-    idle = []
-    for port in range({PORT}, {PORT + procs_per_node}):
-        request = urllib.request.Request(f"https://127.0.0.1:{{port}}/activity")
-        try:
-            request.add_header("Authorization", "Bearer " + open("{_FOLDER}/token").read().strip())
-            idle.append(float(json.load(urllib.request.urlopen(request, context=context, timeout=10))["idle_seconds"]))
+def end():
+    subprocess.run(["shutdown", "-h", "now"])
+def ask(port):
+    link = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+    late = threading.Timer(20, lambda: link.sock and link.sock.shutdown(2))
+    late.start()
+    try:
+        token = open("{_FOLDER}/token").read().strip()
+        link.request("GET", "/activity", headers={{"Authorization": "Bearer " + token}})
+        answer = link.getresponse()
+        idle = float(json.loads(answer.read(65536))["idle_seconds"])
+        return idle if answer.status == 200 and 0 <= idle < 1e9 else None
+    except Exception:
+        return None
+    finally:
+        late.cancel()
+        link.close()
+def watch():
+    silent_since, limit = time.time(), {max(idle_seconds, _INSTALL_SECONDS)}
+    while True:
+        time.sleep(30)
+        said = [ask(port) for port in range({PORT}, {PORT + procs_per_node})]
+        if any(idle is not None for idle in said):
             silent_since, limit = time.time(), {idle_seconds}
-        except OSError:
-            idle.append(time.time() - silent_since)
-    if min(idle) > limit or time.time() > end:
-        subprocess.run(["shutdown", "-h", "now"])"""
+        if min(time.time() - silent_since if idle is None else idle for idle in said) > limit:
+            end()
+"""
+    if lifetime_seconds is not None:
+        script += f"threading.Timer({min(lifetime_seconds, _LONGEST_SECONDS)}, end).start()\n"
+    script += "watch()"
     return f"cat > {_FOLDER}/watch.py <<'SKYPROXY_END'\n{script}\nSKYPROXY_END\nnohup python3 {_FOLDER}/watch.py &"
