@@ -21,12 +21,20 @@ CHECKS: dict[str, Check] = {}
 """By the operator's name without its namespace, for each of its overloads."""
 
 
-def _checks(*packets: str) -> Callable[[Check], Check]:
-    def register(check: Check) -> Check:
-        CHECKS.update(dict.fromkeys(packets, check))
-        return check
+def registering(table: dict[str, Check]) -> Callable[..., Callable[[Check], Check]]:
+    """Return a decorator that puts a check into a table, by the names of operators."""
 
-    return register
+    def checks(*packets: str) -> Callable[[Check], Check]:
+        def register(check: Check) -> Check:
+            table.update(dict.fromkeys(packets, check))
+            return check
+
+        return register
+
+    return checks
+
+
+_checks = registering(CHECKS)
 
 
 def require(right: bool, message: str) -> None:
@@ -93,7 +101,7 @@ def _probabilities(given: dict[str, Any]) -> None:
     require(grad.dtype is output.dtype, "the gradient has another dtype than the result")
 
 
-@_checks("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback")
+@_checks("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback")
 def _grid_modes(given: dict[str, object]) -> None:
     # In another mode, the kernel writes nothing.
     require(given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2), "unknown mode")
@@ -161,7 +169,8 @@ def _linear_combination(given: dict[str, Any]) -> None:
     tensor, coefficients = given["input"], given["coefficients"]
     require(coefficients.dim() == 2 and tensor.dim() > 0, "the coefficients are a matrix")
     require(coefficients.shape[1] == tensor.shape[0], f"coefficients for {tensor.shape[0]} tensors have other sizes")
-    require(coefficients.dtype is tensor.dtype, "the coefficients have another dtype than the tensors")
+    kinds = [value.dtype for value in (coefficients, given.get("out")) if value is not None]
+    require(all(kind is tensor.dtype for kind in kinds), "the coefficients have another dtype than the tensors")
 
 
 @_checks("random", "random_")
@@ -184,10 +193,17 @@ def _steps(given: dict[str, Any]) -> None:
 def _slow_convolution(given: dict[str, Any]) -> None:
     tensor, weight, grad = given["self"], given["weight"], given.get("grad_output")
     for name in ("kernel_size", "stride", "padding"):
-        require(len(given.get(name, (0, 0))) == 2, f"{name} has two numbers")
+        numbers = given.get(name, (0, 0))
+        require(len(numbers) == 2 and all(0 <= n < 1 << 31 for n in numbers), f"{name} has two numbers")
     require(tensor.dim() == 4 and weight.dim() in (2, 4), "a convolution is of images (N, C, H, W)")
-    require(grad is None or grad.dim() == 4, "the gradient is of images")
+    if grad is not None:
+        require(grad.dim() == 4 and grad.shape[:2] == (tensor.shape[0], weight.shape[0]), "the gradient is of images")
     require(all(t is None or t.dtype is tensor.dtype for t in (weight, grad)), "images and weight are of one type")
+    sizes = list(given["kernel_size"])
+    kernel = list(weight.shape[2:]) if weight.dim() == 4 else sizes
+    columns = weight.shape[1] if weight.dim() == 2 else 0
+    fits = kernel == sizes and (weight.dim() == 4 or columns == tensor.shape[1] * math.prod(sizes))
+    require(fits and min(sizes) > 0, f"kernels of {sizes} have other weights")
 
 
 @_checks(
@@ -210,6 +226,7 @@ def _nested_sizes(given: dict[str, Any]) -> None:
     sizes = given["nested_size"]
     require(sizes.numel() == 0 or sizes.dim() == 2, "the sizes of components are a matrix")
     require(sizes.dtype is torch.int64, "sizes are 64-bit integers")
+    require(sizes.dim() < 2 or sizes.shape[0] > 0, "there are components")
     given["nested_size"] = sizes.contiguous()
 
 
@@ -330,7 +347,10 @@ def _sobol(given: dict[str, Any]) -> None:
 @_checks("_transform_bias_rescale_qkv")
 def _heads(given: dict[str, Any]) -> None:
     qkv, bias, heads = given["qkv"], given["qkv_bias"], given["num_heads"]
-    require(qkv.dim() == 3 and bias.dim() == 1 and qkv.shape[2] == bias.shape[0], "qkv is (N, T, 3 D), its bias 3 D")
+    require(
+        qkv.numel() > 0 and qkv.dim() == 3 and bias.dim() == 1 and qkv.shape[2] == bias.shape[0],
+        "qkv is (N, T, 3 D), its bias 3 D",
+    )
     require(heads > 0 and bias.shape[0] % (3 * heads) == 0, f"{bias.shape[0]} values are not of {heads} heads")
     require(qkv.dtype is bias.dtype and qkv.is_floating_point(), "qkv and its bias are of one floating point type")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from skyproxy_server.forward_checks import overlaps
 from skyproxy_server.op_overrides import CPU_OVERRIDES
 from skyproxy_server.safe_forms import SAFE_FORMS
 
@@ -40,7 +41,8 @@ def _is_elementwise(overload: torch._ops.OpOverload) -> bool:
 
 
 def _with_results_apart(function: Function, outs: list[str], *, broadcasts: bool) -> Function:
-    """Let no `out=` tensor be an argument of its own op, nor stand for two results.
+    """Let no `out=` tensor be an argument of its own op, nor stand for two results, nor lie in less memory than it has
+    elements.
 
     Kernels resize what they write to, and then rely on sizes that they have read before. What is resized is the tensor,
     so another one on the same memory keeps its sizes.
@@ -54,6 +56,11 @@ def _with_results_apart(function: Function, outs: list[str], *, broadcasts: bool
     def call(*args: object, **kwargs: object) -> Any:
         written = [tensor for name in outs for tensor in _tensors(kwargs.get(name))]
         known = {id(tensor) for tensor in written}
+        if any(overlaps(tensor) for tensor in written):
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+                "location. Please clone() the tensor before performing the operation."
+            )
         if len(known) < len(written):
             raise RuntimeError("out= names one tensor for two results. Give each result a tensor of its own")
 

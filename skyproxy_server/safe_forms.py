@@ -15,8 +15,10 @@ import torch
 
 from skyproxy_server.allowed_ops import ALLOWED
 from skyproxy_server.foreign_memory import bytes_of, clear, clear_elements, clear_from
+from skyproxy_server.forward_checks import FORWARD_CHECKS
 from skyproxy_server.kernel_checks import CHECKS, Check, clamp_indices, require
 from skyproxy_server.layouts import needed_bytes
+from skyproxy_server.unwritten_results import UNWRITTEN
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -45,7 +47,7 @@ def _checks(*packets: str) -> Callable[[Check], Check]:
     def register(check: Check) -> Check:
         for name in ALLOWED:
             packet, _, overload = name.removeprefix("aten::").partition(".")
-            if packet in packets and hasattr(aten, packet):
+            if (packet in packets or f"{packet}.{overload}" in packets) and hasattr(aten, packet):
                 found = getattr(getattr(aten, packet), overload or "default", None)
                 if found is not None:
                     SAFE_FORMS[name] = _checking_form(found, check)
@@ -56,16 +58,24 @@ def _checks(*packets: str) -> Callable[[Check], Check]:
 
 def _checking_form(overload: torch._ops.OpOverload, check: Check) -> Callable[..., object]:
     op, names = overload._op, tuple(argument.name for argument in overload._schema.arguments)
+    packet = overload._schema.name.removeprefix("aten::")
 
     def call(*args: object, **kwargs: object) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         check(given)
         return op(*(given[name] for name in names[: len(args)]), **{name: given[name] for name in kwargs})
 
-    return call
+    def call_and_clear(*args: object, **kwargs: object) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        check(given)
+        result = op(*(given[name] for name in names[: len(args)]), **{name: given[name] for name in kwargs})
+        UNWRITTEN[packet](given, result)
+        return result
+
+    return call_and_clear if packet in UNWRITTEN else call
 
 
-for _packet, _check in CHECKS.items():
+for _packet, _check in (CHECKS | FORWARD_CHECKS).items():
     _checks(_packet)(_check)
 
 
@@ -75,6 +85,8 @@ for _packet, _check in CHECKS.items():
 @_form("aten::_reshape_alias")
 def _reshape_alias(self: Tensor, size: list[int], stride: list[int]) -> Tensor:
     """`as_strided` holds sizes and strides against the storage; the op itself takes any."""
+    given = {"self": self, "size": size, "stride": stride, "storage_offset": self.storage_offset()}
+    FORWARD_CHECKS["as_strided"](given)
     return self.as_strided(size, stride, self.storage_offset())
 
 
@@ -132,8 +144,8 @@ def _batch_norm(given: dict[str, Any]) -> None:
     for name in _CHANNEL_VECTORS:
         vector = given.get(name)
         if vector is not None and name.startswith("save_") and "grad_out" not in given:
-            if training and vector.shape != (channels,):
-                vector.resize_(channels)  # what `out=` is to fill: of any size before
+            if training in (None, True) and vector.shape != (channels,):
+                vector.resize_(channels).zero_()  # what `out=` is to fill: of any size before
             continue
         # In evaluation mode nothing is saved.
         unused = (
@@ -172,6 +184,7 @@ def _pool(dimensions: int) -> Check:
         )
         size = given.get("output_size")
         require(size is None or list(size) == list(grad.shape[-dimensions:]), "the gradient has another output_size")
+        require(tensor.numel() > 0 or not grad.numel(), "there is nothing that the gradient could be of")
         if indices is not None:
             require(indices.shape == grad.shape, "the indices do not match the gradient")
             given["indices"] = clamp_indices(indices, math.prod(tensor.shape[-dimensions:]))
@@ -192,7 +205,7 @@ for _dimensions in (2, 3):
 
 @_checks(
     *("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward"),
-    *("_embedding_bag_sparse_backward", "_embedding_bag_per_sample_weights_backward"),
+    *("_embedding_bag_sparse_backward", "_embedding_bag_per_sample_weights_backward", "embedding_bag"),
 )
 def _embedding_bag(given: dict[str, Any]) -> None:
     indices, offsets, bags = given["indices"], given.get("offsets"), given.get("offset2bag")
@@ -261,7 +274,8 @@ def _segments(given: dict[str, Any]) -> None:
     if offsets is not None:
         given["offsets"] = offsets.clamp(0, count)
     if lengths is not None:
-        require(bool((lengths >= 0).all()) and bool((lengths.sum(-1) <= count).all()), "segments end behind the data")
+        within = bool(((lengths >= 0) & (lengths <= count)).all())  # or their sum overflows
+        require(within and bool((lengths.sum(-1) <= count).all()), "segments end behind the data")
     if "output" in given:
         output, places = given["output"], lengths if lengths is not None else offsets
         if places is None:

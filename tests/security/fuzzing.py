@@ -29,10 +29,11 @@ from skyproxy.settings import SETTINGS
 from skyproxy_server.executor import Executor
 from skyproxy_server.gates import Gates
 from skyproxy_server.transfers import Transfers
-from tests.security.seeds import Seed, record_seeds
+from tests.security.seed_forms import all_seeds, bytes_of, copied, varied
+from tests.security.seeds import Seed
 
 CALL_SECONDS = 15
-"""How long one call may take before it counts as one that holds the worker; machines in CI are slow and shared."""
+"""How long one call may compute before it counts as one that holds the worker; it may wait ten times as long."""
 COMPILE_SECONDS = 240
 """The same for a graph that a C++ compiler works on first."""
 _COMPILED = ("graph:inductor", "graph:compiled")
@@ -140,7 +141,7 @@ def make_near_call(name: str, seed: int, seeds: list[Seed]) -> tuple[Call, Pool]
     pool = Pool(chance)
     args, kwargs = chance.choice(seeds)
     schema = _overload(name)._schema
-    leaves = [*args, *kwargs.values()]
+    leaves = varied([*args, *kwargs.values()], chance)
     changed = {chance.randrange(len(leaves)) for _ in range(chance.choice((1, 1, 2)))} if leaves else set()
     operands: list[Any] = []
     templates: list[Any] = []
@@ -184,9 +185,9 @@ def _hostile_tensor(leaf: torch.Tensor, chance: random.Random) -> torch.Tensor |
     if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex and leaf.dtype is not torch.bool and leaf.numel():
         if chance.random() < 0.7:  # an index, a length or a place to begin
             changed = leaf.clone().reshape(-1)
-            limit = torch.iinfo(leaf.dtype).max
-            place = chance.randrange(changed.numel())
-            changed[place] = min(chance.choice((-1, -(2**20), 2**20, 2**31 - 1, 2**40, 2**62)), limit)
+            least, most = torch.iinfo(leaf.dtype).min, torch.iinfo(leaf.dtype).max
+            chosen = chance.choice((-1, -(2**20), 2**20, 2**31 - 1, 2**40, 2**62))
+            changed[chance.randrange(changed.numel())] = max(min(chosen, most), least)
             return changed.view(leaf.shape)
     match chance.randrange(8):
         case 0:
@@ -210,13 +211,13 @@ def _hostile_tensor(leaf: torch.Tensor, chance: random.Random) -> torch.Tensor |
 def _as_sent(leaf: Any, pool: Pool) -> tuple[Any, list[Any]]:
     """A value as a client writes it."""
     if isinstance(leaf, torch.Tensor):
-        return commands.TENSOR, [pool.add(leaf.clone())]
+        return commands.TENSOR, [pool.add(copied(leaf))]
     if isinstance(leaf, torch.Generator):
         return commands.TENSOR, [pool.add(leaf)]
     if leaf is None:
         return commands.TENSOR, [0]
     if isinstance(leaf, list | tuple) and any(isinstance(item, torch.Tensor) for item in leaf):
-        return commands.TENSORS, [[0 if item is None else pool.add(item.clone()) for item in leaf]]
+        return commands.TENSORS, [[0 if item is None else pool.add(copied(item)) for item in leaf]]
     if isinstance(leaf, bool | str | torch.dtype | torch.layout | torch.memory_format | torch.device) or (
         isinstance(leaf, list | tuple) and any(isinstance(item, bool) for item in leaf)
     ):
@@ -335,17 +336,9 @@ def holds_canary(executor: Executor) -> bool:
             continue
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu":
-                if 0 < tensor.numel() < 1 << 16 and CANARY.to_bytes(8, "little") in _bytes_of(tensor):
+                if 0 < tensor.numel() < 1 << 16 and CANARY.to_bytes(8, "little") in bytes_of(tensor):
                     return True
     return False
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    try:
-        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        return bytes(dense.reshape(-1).view(torch.uint8).tolist())
-    except RuntimeError:
-        return b""
 
 
 def _zygote(near: bool) -> None:
@@ -354,7 +347,7 @@ def _zygote(near: bool) -> None:
     torch.set_num_threads(1)
     answers = os.dup(1)
     os.dup2(2, 1)
-    seeds = record_seeds() if near else {}
+    seeds = all_seeds(names()) if near else {}
     while True:
         runner = os.fork()
         if runner == 0:
@@ -367,7 +360,7 @@ def _zygote(near: bool) -> None:
         if status == 0:
             return
         killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
-        os.write(answers, f"{'hang' if killed == signal.SIGALRM else 'death'}: {killed}\n".encode())
+        os.write(answers, f"{'hang' if killed in (signal.SIGALRM, signal.SIGPROF) else 'death'}: {killed}\n".encode())
 
 
 def _run(answers: int, seeds: dict[str, list[Seed]]) -> None:
@@ -382,7 +375,7 @@ def _run(answers: int, seeds: dict[str, list[Seed]]) -> None:
             for size in (1, 3, 17, 150, 4000):
                 torch.full((size,), CANARY - (1 << 63), dtype=torch.int64)  # freed at once: the next call's memory
             sent.clear()
-            signal.alarm(COMPILE_SECONDS if name in _COMPILED else CALL_SECONDS)
+            _set_bounds(COMPILE_SECONDS if name in _COMPILED else CALL_SECONDS)
             try:
                 call, pool = _make(name, seed, seeds)
                 outcome = run_call(executor, call, pool, sequence)
@@ -392,9 +385,15 @@ def _run(answers: int, seeds: dict[str, list[Seed]]) -> None:
                     outcome = "leak"
             except MemoryError:
                 outcome = "error"
-            signal.alarm(0)
+            _set_bounds(0)
             os.write(answers, f"{outcome}\n".encode())
     del neighbours
+
+
+def _set_bounds(seconds: int) -> None:
+    """Bound what follows in processor time, and in time where it waits: other programs may hold the machine."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.alarm(10 * seconds)
 
 
 def _make(name: str, seed: int, seeds: dict[str, list[Seed]]) -> tuple[Call, Pool]:

@@ -28,7 +28,8 @@ PRIVATE = """
     _dirichlet_grad _embedding_bag* _euclidean_dist _fake_quantize_learnable_per_* _fake_quantize_per_tensor_affine_*
     _fft_* _foreach_* _functional_assert_async _fused_adagrad* _fused_adam* _fused_dropout _fused_rms_norm*
     _fused_moving_avg_obs_fq_helper* _fused_sgd* _gather_sparse_backward _grid_sampler_2d_cpu_fallback* _grouped_mm
-    _histogramdd_* _index_put_impl* _indices _indices_copy _int_mm _is_all_true _is_any_true _jagged_to_padded_*
+    _fused_sdp_choice _histogramdd_* _index_put_impl* _indices _indices_copy _int_mm _is_all_true _is_any_true
+    _jagged_to_padded_*
     _linalg_* _local_scalar_dense _log_softmax* _logcumsumexp _lu_with_info _masked_scale _masked_softmax*
     _native_batch_norm_* _neg_view _neg_view_copy _nnz _pack_padded_sequence_backward _padded_dense_to_jagged_*
     _pad_circular _pad_enum _pdist_* _prelu_kernel* _reshape_alias
@@ -88,6 +89,12 @@ REVIEWED_OUT: dict[str, tuple[str, ...]] = {
         "_weight_norm_interface.out",
         "range.out",
         "range.out_",
+    ),
+    "is divided before a client sends it, and would give its parts to kernels that trust them": (
+        "lstm.*",
+        "gru.*",
+        "rnn_tanh.*",
+        "rnn_relu.*",
     ),
     "gives memory as it was, for graphs that are traced": ("set", "resize", "resize_as", "resize_output*"),
     "is for graphs that are traced": ("sym_constrain_range*", "_functional_sym_*"),

@@ -22,6 +22,7 @@ COMPOSITES = {
     "histogramdd",
     "thnn_conv2d",
     "fused_moving_avg_obs_fake_quant",
+    "grid_sampler",
     "scaled_dot_product_attention",
     "_weight_norm",
     "_scaled_dot_product_attention_math",
