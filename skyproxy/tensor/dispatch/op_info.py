@@ -62,6 +62,7 @@ UNDECOMPOSED = frozenset(
         "linear",
         "log_softmax",
         "matmul",
+        "max_pool1d",
         "one_hot",
         "rms_norm",
         "softmax",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
     DispatchKey,
@@ -73,8 +74,17 @@ def _one_hot(classes: torch.Tensor, count: int = -1) -> object:
     return dispatch_remote(RemoteTensor, aten.one_hot.default, (), (classes, count))
 
 
+def _max_pool1d(x: torch.Tensor, *options: Any, **named: Any) -> object:
+    """`aten::max_pool1d` whole on the CPU, which has a kernel for what nobody differentiates, and divided elsewhere."""
+    whole = type(x) is RemoteTensor and not _is_differentiated((x,)) and not _modes()
+    if whole and _function_transforms() is None and DEVICES.of(x.device).place[0] == "cpu":
+        return dispatch_remote(RemoteTensor, aten.max_pool1d.default, (), (x, *options), named)
+    return aten.max_pool1d.default._op_dk(_COMPOSITE, x, *options, **named)
+
+
 def install(library: torch.library.Library) -> None:
     """Puts the choice before PyTorch's division."""
     library.impl(aten.one_hot.default, _one_hot, "AutogradPrivateUse1")
+    library.impl(aten.max_pool1d.default, _max_pool1d, "AutogradPrivateUse1")
     for op in (aten.linear.default, aten.matmul.default):
         library.impl(op, _kernel(op), "AutogradPrivateUse1")

@@ -29,7 +29,8 @@ from skyproxy.torch_codec import contiguous_stride
 if TYPE_CHECKING:
     from skyproxy.tensor.core.torch_private import OpOverload
 
-Strides = tuple[int, ...] | None
+Strides = tuple[int, ...] | Callable[[tuple[int, ...]], tuple[int, ...]] | None
+"""Of a result; or a function that computes them of its size; or nothing that is known."""
 Correction = Callable[..., list[Strides]]
 _CORRECTIONS: dict[str, Correction] = {}
 _ROW_MAJOR: Strides = ()
@@ -115,7 +116,11 @@ def corrected_lists(op: OpOverload, args: Sequence[object], items: list[Meta]) -
     return found
 
 
-def _with_stride(meta: Meta, stride: tuple[int, ...]) -> Meta:
+def _with_stride(meta: Meta, stride: Strides) -> Meta:
+    if callable(stride):
+        stride = stride(meta.size)
+    if stride is None:
+        return meta
     if len(stride) not in (0, len(meta.size)):
         return meta
     return plain_meta(meta.size, meta.dtype, stride or None, meta.offset)
@@ -165,7 +170,7 @@ def _copy(a: Meta, *args: object, memory_format: torch.memory_format | None = No
     "isin.Tensor_Tensor isin.Tensor_Scalar grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d "
     "grid_sampler_3d_backward "
     "smooth_l1_loss_backward mse_loss_backward native_layer_norm native_layer_norm_backward col2im renorm tril triu "
-    "softmax.int log_softmax.int nll_loss2d_forward diag_embed poisson _standard_gamma rrelu_with_noise"
+    "softmax.int log_softmax.int nll_loss2d_forward diag_embed poisson _standard_gamma rrelu_with_noise max_pool1d"
 )
 def _row_major(*args: object, **kwargs: object) -> list[Strides]:
     return [_ROW_MAJOR] * 3
@@ -342,6 +347,17 @@ def _roll(a: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> list[Stri
         alike = all(suggests_channels_last(part, stride) for part in parts)
         stride = channels_last_stride(size) if alike else contiguous_stride(size)
     return [stride]
+
+
+@_corrects("max_pool3d_with_indices")
+def _max_pool3d(a: Meta, *args: object, **kwargs: object) -> list[Strides]:
+    """A single volume is looked at as the last one of a batch."""
+    if len(a.size) != 4 or is_contiguous(a.size, a.stride):
+        return []
+    end = max(n * step for n, step in zip(a.size, a.stride, strict=True))
+    if not suggests_channels_last((1, *a.size), (end, *a.stride)):
+        return []
+    return [lambda size: channels_last_stride((1, *size))[1:]] * 2
 
 
 @_corrects("native_group_norm")

@@ -369,6 +369,8 @@ def test_no_method_or_constructor_of_a_storage_ends_the_process(tmp_path: Path) 
     [
         lambda device: torch.UntypedStorage([1, 2, 3], device=device),
         lambda device: torch.UntypedStorage(0, device=device),
+        lambda device: torch.UntypedStorage(size=3, device=device).fill_(5),
+        lambda device: torch.UntypedStorage(sequence=[1, 2, 3], device=device),
         lambda device: torch.UntypedStorage(device=torch.device(device)),
         lambda device: torch.UntypedStorage(4, device=device).fill_(7),
         lambda device: torch.UntypedStorage._new_shared(4, device=device).fill_(7),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -168,3 +171,33 @@ def test_a_product_is_not_written_into_another_dtype(shape: tuple[int, ...], dty
         x = torch.ones(shape, device=device)
         with pytest.raises(RuntimeError, match="dtype"):
             torch.matmul(x, x, out=torch.zeros((2, 2) if len(shape) == 2 else (), dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("mode", ["plain", "gradients", "no_grad", "inference", "vmap"])
+@pytest.mark.parametrize("size", [(2, 3, 6), (1, 3, 6), (3, 6), (2, 1, 6), (0, 3, 6)], ids=str)
+def test_pooling_along_one_dimension_is_the_kernel_that_the_cpu_takes(
+    sky1: str, size: tuple[int, ...], mode: str, dtype: torch.dtype
+) -> None:
+    """What nobody differentiates has a kernel of its own there, whose results are row-major and no views."""
+    rows = torch.rand(size).mul(9).to(dtype)
+    modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+    def pool(x: torch.Tensor, device: str, **options: Any) -> tuple[torch.Tensor, ...]:
+        with modes.get(mode, contextlib.nullcontext)():
+            x = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x)
+            x.requires_grad_(mode in ("gradients", "no_grad"))
+            if mode == "vmap":
+                return (torch.func.vmap(lambda a: F.max_pool1d(a, 2, **options))(x[None]),)
+            result = F.max_pool1d(x, 2, **options)
+        if mode != "gradients":
+            return (result,)
+        (gradient,) = torch.autograd.grad(result.sum(), x)
+        return result.detach(), gradient
+
+    for x in (rows, rows.transpose(-1, -2).contiguous().transpose(-1, -2), torch.cat([rows, rows], -1)[..., ::2]):
+        for options in ({}, {"stride": 1, "padding": 1, "ceil_mode": True}, {"dilation": 2}):
+            for ours, theirs in zip(pool(x, sky1, **options), pool(x, "cpu", **options), strict=True):
+                assert ours.stride() == theirs.stride()
+                assert (ours._base is None) == (theirs._base is None)
+                assert torch.equal(ours.cpu(), theirs)

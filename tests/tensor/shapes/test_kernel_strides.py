@@ -274,3 +274,15 @@ def test_numbers_in_the_place_of_tensors_leave_the_strides_that_local_pytorch_gi
             result = function(sent)
             assert result.stride() == expected.stride()
             assert torch.equal(result.cpu(), expected)
+
+
+@pytest.mark.parametrize("size", [(4, 4, 4, 2), (4, 4, 4, 1), (2, 4, 4, 3)], ids=str)
+@pytest.mark.parametrize("options", [(2,), (1, 1), (2, 1, 1)], ids=str)
+def test_pooled_volumes_without_a_batch_lie_as_on_the_cpu(sky1: str, size: tuple[int, ...], options: Any) -> None:
+    volume = torch.rand(size).permute(3, 0, 1, 2)
+    for x in (volume, volume.contiguous(), volume.transpose(1, 2), _reversed(volume)):
+        sent = torch.empty_strided(x.shape, x.stride(), device=sky1).copy_(x)
+        expected = torch.nn.functional.max_pool3d_with_indices(x, *options)
+        for ours, theirs in zip(torch.nn.functional.max_pool3d_with_indices(sent, *options), expected, strict=True):
+            assert ours.stride() == theirs.stride()
+            assert torch.equal(ours.cpu(), theirs)
