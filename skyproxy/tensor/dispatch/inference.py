@@ -18,7 +18,7 @@ import torch
 
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
-from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
+from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import FakeTensor, count_dispatch_modes, disable_current_modes, pytree
 from skyproxy.tensor.dispatch.fake_tensors import fake_mode, fake_tensor
@@ -344,6 +344,15 @@ def _infer_by_fake(call: BoundCall) -> Entry | None:
             return None
         return a
 
+    def empty(a: object) -> object:
+        """What is resized without a warning, which is the worker's to give."""
+        if type(a) is not RemoteTensor:
+            return stand_in(a)
+        fakes.append(fake_tensor(plain_meta((0,), a.dtype), "cpu"))
+        return fakes[-1]
+
+    # What they look like in the end the worker is asked for.
+    outs = call.info.writes if call.info.asks_worker_for_shape else ()
     _quiet.state.inferring = True
     try:
         # Without the user's modes, which would take our stand-ins for the program's own tensors.
@@ -351,7 +360,11 @@ def _infer_by_fake(call: BoundCall) -> Entry | None:
         mode = _NOTHING if view else fake_mode()
         with disable_current_modes() if watched else _NOTHING, mode, torch.no_grad():
             args = [pytree.tree_map(stand_in, a) for a in call.args]
-            kwargs = {name: pytree.tree_map(stand_in, a) for name, a in call.kwargs.items() if name != "pin_memory"}
+            kwargs = {
+                name: pytree.tree_map(empty if name in outs else stand_in, a)
+                for name, a in call.kwargs.items()
+                if name != "pin_memory"
+            }
             result = call.info.func(*args, **kwargs)
             return _entry_of(call, result, fakes)
     except Exception as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -29,9 +29,10 @@ from skyproxy.torch_codec import contiguous_stride
 if TYPE_CHECKING:
     from skyproxy.tensor.core.torch_private import OpOverload
 
-Strides = tuple[int, ...] | Callable[[tuple[int, ...]], tuple[int, ...]] | None
-"""Of a result; or a function that computes them of its size; or nothing that is known."""
-Correction = Callable[..., list[Strides]]
+Strides = tuple[int, ...] | None
+_OfSize = Callable[[tuple[int, ...]], tuple[int, ...]]
+Correction = Callable[..., list[Strides]] | Callable[..., list[_OfSize]]
+_F = TypeVar("_F", bound=Correction)
 _CORRECTIONS: dict[str, Correction] = {}
 _ROW_MAJOR: Strides = ()
 """Stands for the strides of a fresh row-major tensor, whatever its size."""
@@ -50,12 +51,12 @@ _TAKES_NUMBER_AS_TENSOR = frozenset(
 )
 
 
-def _corrects(names: str) -> Callable[[Correction], Correction]:
+def _corrects(names: str) -> Callable[[_F], _F]:
     """Registers a function for ops: it takes what the op takes, with a `Meta` for each tensor, and gives the strides of
     each result, None (or nothing more) where the fake kernel's are right.
     """
 
-    def register(function: Correction) -> Correction:
+    def register(function: _F) -> _F:
         for name in names.split():
             _CORRECTIONS["aten::" + name] = function
         return function
@@ -81,7 +82,7 @@ def corrected(
     correct = _CORRECTIONS.get(op.name())
     try:
         if correct is not None:
-            strides = correct(*args, **kwargs)
+            strides: Sequence[Strides | _OfSize] = correct(*args, **kwargs)
         elif torch.Tag.pointwise in op.tags and results and results[0] is not None:
             strides = [_elementwise(op, operands, results[0])] * len(results)
         else:
@@ -116,7 +117,7 @@ def corrected_lists(op: OpOverload, args: Sequence[object], items: list[Meta]) -
     return found
 
 
-def _with_stride(meta: Meta, stride: Strides) -> Meta:
+def _with_stride(meta: Meta, stride: Strides | _OfSize) -> Meta:
     if callable(stride):
         stride = stride(meta.size)
     if stride is None:
@@ -350,7 +351,7 @@ def _roll(a: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> list[Stri
 
 
 @_corrects("max_pool3d_with_indices")
-def _max_pool3d(a: Meta, *args: object, **kwargs: object) -> list[Strides]:
+def _max_pool3d(a: Meta, *args: object, **kwargs: object) -> list[_OfSize]:
     """A single volume is looked at as the last one of a batch."""
     if len(a.size) != 4 or is_contiguous(a.size, a.stride):
         return []

@@ -68,3 +68,27 @@ def test_a_warning_is_shown_at_the_next_wait_and_not_before(sky1: str) -> None:
         assert seen == []
         torch.sky.synchronize(sky1)
         assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda x, out: torch.sub(x, 1, out=out),
+        lambda x, out: torch.mm(x, x, out=out),
+        lambda x, out: torch.sum(x, 0, out=out),
+        lambda x, out: torch.cat([x, x], out=out),
+        lambda x, out: torch.cumsum(x, 0, out=out),
+        lambda x, out: torch.index_select(x, 0, torch.zeros(4, dtype=torch.int64, device=x.device), out=out),
+    ],
+)
+def test_an_output_that_is_resized_is_told_once_in_pytorchs_words(fill: Callable[..., object], sky1: str) -> None:
+    def told(device: str) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            out = torch.ones(7, device=device)
+            fill(torch.ones(13, 13, device=device), out)
+            out.sum().item()
+        return [str(warning.message).partition(" (Triggered")[0] for warning in seen]
+
+    assert told(sky1) == told("cpu")
+    assert len(told("cpu")) == 1

@@ -213,6 +213,32 @@ def test_sparse_matrices_multiply_and_pass_gradients(name: str, sky1: str) -> No
     assert tree_differences(compute(sky1), compute("cpu"), memory=False) == []
 
 
+_ANY = [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.sparse_coo, torch.strided]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("right", _ANY, ids=str)
+@pytest.mark.parametrize("left", _ANY[:-1], ids=str)
+def test_products_of_any_two_layouts_pass_gradients(left: torch.layout, right: torch.layout, sky1: str) -> None:
+    torch.manual_seed(0)
+    dense = torch.randn(4, 4).relu(), torch.randn(4, 4)
+
+    def laid_out(x: torch.Tensor, layout: torch.layout) -> torch.Tensor:
+        blocks = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+        return (x if layout is torch.strided else x.to_sparse(layout=layout, **blocks)).detach().requires_grad_()
+
+    def compute(device: str) -> Any:
+        a, b = (laid_out(x.to(device), layout) for x, layout in zip(dense, (left, right), strict=True))
+        try:
+            result = (a @ b).to_dense()
+            result.sum().backward()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0].replace(device, "cpu")
+        return result.detach(), *(None if x.grad is None else (x.grad.layout, x.grad.to_dense()) for x in (a, b))
+
+    assert tree_differences(compute(sky1), compute("cpu"), memory=False) == []
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
 @pytest.mark.parametrize("indices", [torch.int32, torch.int64])
