@@ -345,7 +345,7 @@ def _infer_by_fake(call: BoundCall) -> Entry | None:
         return a
 
     def empty(a: object) -> object:
-        """What is resized without a warning, which is the worker's to give."""
+        """Make an empty stand-in, which is resized without a warning: that is the worker's to give."""
         if type(a) is not RemoteTensor:
             return stand_in(a)
         fakes.append(fake_tensor(plain_meta((0,), a.dtype), "cpu"))

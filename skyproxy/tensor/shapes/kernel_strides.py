@@ -23,7 +23,13 @@ from skyproxy.tensor.shapes.elementwise import (
     preserved_stride,
     result_dtype,
 )
-from skyproxy.tensor.shapes.strides import batch_norm_stride, reshaped_stride, suggested_stride, suggests_channels_last
+from skyproxy.tensor.shapes.strides import (
+    batch_norm_stride,
+    lies_channels_last,
+    reshaped_stride,
+    suggested_stride,
+    suggests_channels_last,
+)
 from skyproxy.torch_codec import contiguous_stride
 
 if TYPE_CHECKING:
@@ -436,7 +442,7 @@ def _batch_norm_backward(gradient: Meta, a: Meta, *args: object) -> list[Strides
 
 def _is_in_a_format(a: Meta) -> bool:
     """Tell whether it is row-major or channels-last without gaps, whatever the strides of idle dimensions."""
-    return is_contiguous(a.size, a.stride) or batch_norm_stride(a.size, a.stride) == channels_last_stride(a.size)
+    return is_contiguous(a.size, a.stride) or (len(a.size) > 1 and lies_channels_last(a.size, a.stride))
 
 
 @_corrects("masked_fill.Scalar masked_fill.Tensor")

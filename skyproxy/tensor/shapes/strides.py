@@ -60,15 +60,20 @@ def suggests_channels_last(size: Sizes, stride: Sizes) -> bool:
 
 
 def batch_norm_stride(size: Sizes, stride: Sizes) -> Sizes:
-    """The strides of what the CPU's batch norms give: channels-last for an input that is exactly that."""
+    """The strides of what the CPU's batch norms give: of an input with gaps, those that it suggests."""
     if len(size) not in (4, 5) or is_contiguous(size, stride):
         return contiguous_stride(size)
+    return channels_last_stride(size) if lies_channels_last(size, stride) else suggested_stride(size, stride)
+
+
+def lies_channels_last(size: Sizes, stride: Sizes) -> bool:
+    """Return whether four or five dimensions lie in channels-last order without gaps, whatever idle strides are."""
     expected = 1
     for d in (1, *range(len(size) - 1, 1, -1), 0):
         if size[d] != 1 and stride[d] != expected:
-            return contiguous_stride(size)
+            return False
         expected *= size[d]
-    return channels_last_stride(size)
+    return len(size) in (4, 5)
 
 
-__all__ = ["batch_norm_stride", "reshaped_stride", "suggested_stride", "suggests_channels_last"]
+__all__ = ["batch_norm_stride", "lies_channels_last", "reshaped_stride", "suggested_stride", "suggests_channels_last"]

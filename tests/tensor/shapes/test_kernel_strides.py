@@ -5,6 +5,7 @@ A gradient comes in the order in which it was computed, which need not be that o
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -284,5 +285,27 @@ def test_pooled_volumes_without_a_batch_lie_as_on_the_cpu(sky1: str, size: tuple
         sent = torch.empty_strided(x.shape, x.stride(), device=sky1).copy_(x)
         expected = torch.nn.functional.max_pool3d_with_indices(x, *options)
         for ours, theirs in zip(torch.nn.functional.max_pool3d_with_indices(sent, *options), expected, strict=True):
+            assert ours.stride() == theirs.stride()
+            assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_batch_norms_of_parts_of_channels_last_images_are_the_cpus(sky1: str, batch: int, training: bool) -> None:
+    """A part has gaps: which kernel runs, and with it the last bit of gradients, depends on the order it suggests."""
+    images = torch.randn(batch, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+    volumes = torch.randn(batch, 8, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d)
+    for part in (images[:, :4], images[..., ::2], images[:, :, 1:3], volumes[:, 2:6], images.contiguous()[:, :4]):
+        norm = torch.nn.BatchNorm2d(part.shape[1]) if part.dim() == 4 else torch.nn.BatchNorm3d(part.shape[1])
+
+        def run(device: str, part: torch.Tensor = part, norm: torch.nn.Module = norm) -> tuple[torch.Tensor, ...]:
+            x = torch.empty_strided(part.shape, part.stride(), device=device).copy_(part).requires_grad_()
+            module = copy.deepcopy(norm).train(training).to(device)
+            result = module(x)
+            (result * result).sum().backward()
+            assert x.grad is not None
+            return result.detach(), x.grad, *(p.grad for p in module.parameters())
+
+        for ours, theirs in zip(run(sky1), run("cpu"), strict=True):
             assert ours.stride() == theirs.stride()
             assert torch.equal(ours.cpu(), theirs)
