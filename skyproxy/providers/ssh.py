@@ -23,6 +23,15 @@ from skyproxy.providers.ssh_connection import EnvironmentRemovedError, SshTarget
 from skyproxy.settings import SETTINGS
 
 DEFAULT_PYTHON = "python3"
+_OF_A_WORKER: dict[str, tuple[type, ...]] = {"alive": (bool,), "there": (bool,)}
+_ANSWERS: dict[str, dict[str, tuple[type, ...]]] = {
+    "look": {"ready": (bool,), "environment": (str,), "torch": (str, type(None))},
+    "status": _OF_A_WORKER,
+    "resume": _OF_A_WORKER,
+    "suspend": {"text": (str, type(None))},
+    "stop": {"there": (bool,)},
+}
+"""Fields that are read of a host's answers, by operation."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +64,21 @@ class SshWorker:
         """Run an operation of `ssh_remote` on the host.
 
         Raises:
-            ConnectError: the host cannot be reached.
+            ConnectError: the host cannot be reached, or answers what no host of a worker says.
             WorkerStartError: what was wanted failed there.
         """
-        return call(self.target, self.python, {"operation": operation, "name": self.remote_name, **request})
+        answer = call(self.target, self.python, {"operation": operation, "name": self.remote_name, **request})
+        wanted = _ANSWERS.get(operation, {})
+        if answer.get("alive") is True:
+            wanted = {**wanted, "port": (int, type(None))}
+        wrong = [key for key, kinds in wanted.items() if key not in answer or type(answer[key]) not in kinds]
+        port = answer.get("port")
+        if wrong or (type(port) is int and not 0 < port < 1 << 16):
+            raise ConnectError(
+                f"{self.target.shown} gave no {' and no '.join(wrong) or 'port'} in its answer. Another program "
+                "answers there, or another version of skyproxy."
+            )
+        return answer
 
     def token(self) -> str:
         """Return what it wants to hear.

@@ -26,12 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError, WorkerStartError, visible_output
+from skyproxy.providers.bounded_output import read_to_end, run_bounded
 
 logger = logging.getLogger("skyproxy")
 
 _CONNECT_SECONDS = 20
 _ANSWER_SECONDS = 180.0
 """Time that a host has for everything but installing, and what takes a time of its own on top."""
+_MOST_TOLD_BYTES = 1 << 16
+_LONGEST_LINE = 1 << 16
 _LONGEST_SOCKET_PATH = 80
 """About a hundred characters are allowed, and ssh itself adds seventeen while it makes the socket."""
 _READY = b"skyproxy-tunnel-is-open\n"
@@ -169,6 +172,8 @@ class SshTarget:
             "ServerAliveCountMax=4",
             "LogLevel=INFO",  # else its errors could not be told apart
             "RemoteCommand=none",  # that of the user's configuration (tmux, say) would be in the way of ours
+            "ForwardAgent=no",  # tunnels stay open for days, and whoever is root there could use the agent's keys
+            "ForwardX11=no",
         ]
         path = self._control_path() if shared and os.name == "posix" else ""
         if path and len(path) <= _LONGEST_SOCKET_PATH:
@@ -227,7 +232,7 @@ def call(target: SshTarget, python: str, request: dict[str, object], payload: by
         own = request.get("timeout_seconds", 0)
         limit = _ANSWER_SECONDS + (own if isinstance(own, int | float) else 0)
     try:
-        done = subprocess.run(command, input=given + payload, capture_output=True, check=False, timeout=limit)
+        done = run_bounded(command, given + payload, limit)
     except subprocess.TimeoutExpired as error:
         said = visible_output((error.stdout or b"").decode(errors="replace")[-500:])
         raise ConnectError(
@@ -239,19 +244,19 @@ def call(target: SshTarget, python: str, request: dict[str, object], payload: by
         raise failure(target, python, done.returncode, told.decode(errors="replace"))
     try:
         # What a profile of the host prints comes before the answer.
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError) as error:
+        answer = dict(json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError, RecursionError) as error:
         shown = visible_output(repr(done.stdout[-200:]))
         raise ConnectError(
             f"{python} on {target.shown} gave an unexpected answer: {shown}. Is it a Python? Name another one: "
             "--python PATH"
         ) from error
     if answer.get("error") == "removed":
-        raise EnvironmentRemovedError(answer["text"])
+        raise EnvironmentRemovedError(str(answer.get("text", "")))
     if "error" in answer:
-        why = _PROBLEMS.get(answer["error"], "")
-        raise WorkerStartError(f"cannot have a worker on {target.shown}: {why}\n{visible_output(answer['text'])}")
-    return dict(answer)
+        why, text = _PROBLEMS.get(str(answer["error"]), ""), visible_output(str(answer.get("text", "")))
+        raise WorkerStartError(f"cannot have a worker on {target.shown}: {why}\n{text}")
+    return answer
 
 
 def failure(target: SshTarget, python: str, status: int, told: str) -> SkyproxyError:
@@ -342,7 +347,7 @@ class Tunnel:
         watchdog.daemon = True
         watchdog.start()
         try:
-            for line in process.stdout:
+            while line := process.stdout.readline(_LONGEST_LINE):
                 if line == _READY:
                     if not _is_refused(process, self.port):
                         return process
@@ -350,7 +355,7 @@ class Tunnel:
                     told = f"port {self.port} cannot be forwarded: it is taken"
                     break
             else:
-                told = process.stderr.read().decode(errors="replace")
+                told = read_to_end(process.stderr, bytearray(), _MOST_TOLD_BYTES).decode(errors="replace")
         except BaseException:
             _end(process)
             raise
@@ -411,7 +416,7 @@ class Tunnel:
         pause = self._FIRST_PAUSE_SECONDS
         while True:
             assert self._process.stderr is not None
-            self._process.stderr.read()
+            read_to_end(self._process.stderr, bytearray(), _MOST_TOLD_BYTES)
             with self._echoing:  # whose descriptors are not taken away from it
                 _end(self._process)
             if self._closed.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from skyproxy.errors import ConnectError, WorkerStartError
 from skyproxy.providers import ssh_connection
+from skyproxy.providers.ssh import SshWorker
 from skyproxy.providers.ssh_connection import SshTarget, Tunnel
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(os.name != "posix", reason="the shell is one of POSIX")]
@@ -73,3 +75,51 @@ def test_a_home_that_cannot_be_written_is_told(shell: Callable[[str], None]) -> 
     asked = {"operation": "start", "name": "x", "environment": "y"}
     with pytest.raises(WorkerStartError, match=r"its ~/\.cache cannot be written.*\n.*Not a directory: '/dev/null"):
         ssh_connection.call(SshTarget("gpu-box"), sys.executable, asked)
+
+
+@pytest.mark.parametrize(
+    "answer", ["7", "[]", "null", '"x"', "[[1]]", "[" * 100_000, "{}", '{"alive": 1, "there": true}']
+)
+def test_an_answer_of_no_workers_host_is_an_error_of_ours(shell: Callable[[str], None], answer: str) -> None:
+    shell(f"cat >/dev/null; echo '{answer}'")
+    worker = SshWorker("box", SshTarget("gpu-box"), sys.executable, "2026-01-01T00:00:00+00:00")
+    with pytest.raises(ConnectError):
+        worker.ask("status")
+
+
+@pytest.mark.parametrize("port", ['"22"', "-1", "0", "65536", "1.5", "true", "[]", str(10**400)])
+def test_a_port_that_cannot_be_is_no_port(shell: Callable[[str], None], port: str) -> None:
+    shell(f"""cat >/dev/null; echo '{{"alive": true, "there": true, "port": {port}}}'""")
+    worker = SshWorker("box", SshTarget("gpu-box"), sys.executable, "2026-01-01T00:00:00+00:00")
+    with pytest.raises(ConnectError, match="gave no port"):
+        worker.ask("status")
+
+
+@pytest.mark.parametrize(
+    "error", ["7", "[]", '{"error": 7}', '{"error": []}', '{"error": "removed"}', '{"error": "disk"}']
+)
+def test_an_error_without_words_is_an_error_of_ours(shell: Callable[[str], None], error: str) -> None:
+    shell(f"cat >/dev/null; echo '{error}'")
+    with pytest.raises((ConnectError, WorkerStartError)):
+        SshWorker("box", SshTarget("gpu-box"), sys.executable, "2026-01-01T00:00:00+00:00").ask("look")
+
+
+def test_a_host_that_writes_without_end_takes_no_memory(shell: Callable[[str], None]) -> None:
+    flood = "head -c 60000000 /dev/zero"
+    shell(f'{flood} >&2; {flood}; echo; exec sh -c "$command"')
+    tracemalloc.start()
+    try:
+        assert ssh_connection.call(SshTarget("gpu-box"), sys.executable, ASKED)["alive"] is False
+        shell(f"{flood}; exit 255")
+        with pytest.raises(ConnectError):
+            Tunnel(SshTarget("gpu-box"), 1)
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_no_keys_of_an_agent_and_no_screen_are_lent_to_a_host(shell: Callable[[str], None]) -> None:
+    shell("exit 0")
+    command = SshTarget("gpu-box").command()
+    assert "ForwardAgent=no" in command
+    assert "ForwardX11=no" in command
