@@ -51,6 +51,7 @@ CALLS: dict[str, Call] = {
 
 MORE_THAN_THE_CPU = (
     ("transform", "more than one element of the written-to", "tangents of expanded tensors get memory of their own"),
+    ("travel", "default implementation of __deepcopy__", "a plain subclass is copied with its class"),
     ("transform", "ProxyTorchDispatchMode", "tracing knows the device's tensors, and no other subclass"),
 )
 """What the CPU refuses and the device does: a part of the call's name, a part of the refusal, and why."""
