@@ -89,6 +89,7 @@ def _layer_norm(given: dict[str, Any]) -> None:
     require(given["grad_out"].shape == tensor.shape, "the gradient does not match the input")
     for name in ("mean", "rstd"):
         require(given[name].numel() == math.prod(outer), f"{name} does not have {math.prod(outer)} rows")
+        given[name] = given[name].contiguous()  # the kernel walks through it without a look at its strides
     for name in ("weight", "bias"):
         vector = given.get(name)
         require(vector is None or tuple(vector.shape) == inner, f"{name} does not have the shape {list(inner)}")

@@ -213,6 +213,13 @@ def test_a_median_of_one_number_many_times_reads_only_that(name: str) -> None:
     assert values.tolist() == [3.0] * 4
 
 
+def test_one_deviation_of_all_rows_is_read_as_often_as_there_are_rows() -> None:
+    tensor, rows, one = f(4, 3), torch.zeros(4, 1), torch.full((1,), 3.0)
+    form = SAFE_FORMS["aten::native_layer_norm_backward"]
+    found = form(tensor, tensor, [3], rows, one.expand(4, 1), None, None, [True, False, False])[0]
+    assert torch.equal(found, form(tensor, tensor, [3], rows, one.repeat(4, 1), None, None, [True, False, False])[0])
+
+
 def test_labels_that_no_class_has_are_read_from_no_other_memory() -> None:
     for name in ("_ctc_loss", "ctc_loss.IntList"):
         for label in (-1, 4, -(1 << 20), 1 << 40):
