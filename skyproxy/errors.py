@@ -165,7 +165,7 @@ class RankErrors(SkyproxyError, ExceptionGroup[Exception]):
         alike: dict[tuple[object, ...], list[int]] = {}
         for rank in sorted(ordered, key=lambda rank: (rank != first, rank)):
             error = ordered[rank]
-            alike.setdefault((type(error), _text_of(error), str(error.__cause__)), []).append(rank)
+            alike.setdefault((type(error), text_of(error), str(error.__cause__)), []).append(rank)
         shown: dict[int, Exception] = {}
         for ranks in alike.values():
             if len(ranks) > 1:
@@ -185,7 +185,8 @@ class RankErrors(SkyproxyError, ExceptionGroup[Exception]):
         return part
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return what an exception says: some fail at that, too, and the name of their class stands for it."""
     try:
         return str(error)
     except Exception:

@@ -425,33 +425,35 @@ class Call:
         if words.get("failed"):
             return self._channel.session.failure(words)
         name, message, traceback = (visible(words.get(key) or "") for key in ("type", "message", "traceback"))
-        if name == LimitExceededError.__name__:
-            return LimitExceededError(message)
-        if name == FunctionCrashedError.__name__:
-            return FunctionCrashedError(message)
-        error = self._rebuild_error(came) if came.pieces else None
-        if error is None:
-            error = RemoteFunctionError(f"{name}: {message}")
-            error.remote_traceback = traceback
+        for own in (LimitExceededError, FunctionCrashedError):
+            if name == own.__name__:
+                return own(message)
+        error = self._rebuild_error(came, traceback) if came.pieces else None
+        if error is not None:
+            return error
+        told = RemoteFunctionError(f"{name}: {message}")
+        told.remote_traceback = traceback
+        return self._tell_origin(told, traceback)
+
+    def _tell_origin(self, error: BaseException, traceback: str) -> BaseException:
         error.add_note(f"raised by {self.name} on the worker; its traceback there is above")
         error.__cause__ = RemoteTraceback(traceback)
         return error
 
-    def _rebuild_error(self, came: ReceivedEvent) -> BaseException | None:
-        """The exception that the function raised, as an object; None where it cannot be made here."""
+    def _rebuild_error(self, came: ReceivedEvent, traceback: str) -> BaseException | None:
+        """The exception that the function raised, as an object; None where it cannot be made here, or told of."""
         try:
             if came.value.get("form") == PLAIN:
                 error = from_plain(came.pieces, came.value, _no_reference)
-                return error if isinstance(error, Exception) else None
-            if not self._adopter.trusted:
-                return None
-            error = Unpickler(came.pieces, came.value, _no_reference).unpickle()
+                return self._tell_origin(error, traceback) if isinstance(error, Exception) else None
+            if self._adopter.trusted:
+                error = Unpickler(came.pieces, came.value, _no_reference).unpickle()
+                return self._tell_origin(error, traceback) if isinstance(error, BaseException) else None
         except Exception as problem:
             if raised_by_handler(problem):
                 raise
             logger.debug("skyproxy: the exception of %s cannot be rebuilt here: %s", self.name, visible(repr(problem)))
-            return None
-        return error if isinstance(error, BaseException) else None
+        return None
 
     # --- its end -----------------------------------------------------------------------------------------------------
 

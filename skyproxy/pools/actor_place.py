@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
-from skyproxy.errors import ActorDiedError, ConfigurationError, SkyproxyError
+from skyproxy.errors import ActorDiedError, ConfigurationError, SkyproxyError, text_of
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.runtime.actors import drop_actor, make_actor
 from skyproxy.settings import SETTINGS
@@ -133,7 +133,7 @@ class ActorPlace:
                 self._make()
             except Exception as error:
                 raise ActorDiedError(
-                    f"{self} died, and could not be recreated: {type(error).__name__}: {error}"
+                    f"{self} died, and could not be recreated: {type(error).__name__}: {text_of(error)}"
                 ) from error
 
     def _make(self) -> None:

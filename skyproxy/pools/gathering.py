@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from skyproxy.errors import RankErrors
+from skyproxy.errors import RankErrors, text_of
 from skyproxy.runtime.instance import InstanceInfo
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ class Gathering:
         cause = errors[first]
         others = sorted(failed - {first})
         stopped = sorted(set(errors) - failed)
-        text = f"{self._what} failed on rank {first}: {type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+        line = (text_of(cause).splitlines() or [""])[0]
+        text = f"{self._what} failed on rank {first}: {type(cause).__name__}: {line}"
         if others:
             text += f"; also on rank {_list_ranks(others)}"
         if stopped:
@@ -199,7 +200,7 @@ def _failure(call: Call) -> Exception | None:
         return RuntimeError("the call did not end")
     if error is None or isinstance(error, Exception):
         return error
-    return RuntimeError(f"{type(error).__name__}: {error}")  # a group of exceptions holds no SystemExit
+    return RuntimeError(f"{type(error).__name__}: {text_of(error)}")  # a group of exceptions holds no SystemExit
 
 
 def _wait(calls: Iterable[Call], timeout_seconds: float) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, text_of
 from skyproxy.runtime.instance import instance_info
 
 _LOOK_SECONDS = 0.2
@@ -100,7 +100,7 @@ class Debugger:
             return
         code = trace.tb_frame.f_code
         self._wait_at("exception", code.co_filename, trace.tb_lineno, code.co_name)
-        self.write(f"{type(error).__name__}: {error}\n")
+        self.write(f"{type(error).__name__}: {text_of(error)}\n")
         debugger: Any = self._pdb()
         debugger.reset()
         debugger.interaction(None, error.__traceback__)

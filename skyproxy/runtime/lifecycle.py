@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from skyproxy.errors import ConfigurationError, PluginError
+from skyproxy.errors import ConfigurationError, PluginError, text_of
 from skyproxy.runtime.calls import current_call
 from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, instance_info
 from skyproxy.runtime.plugin import Plugin, has_hook, name_of, reporting
@@ -310,7 +310,8 @@ def open_hooks(plugins: bytes) -> None:
         try:
             loaded = pickle.loads(plugins)
         except Exception as error:
-            raise PluginError(f"the plugins cannot be loaded on the worker: {type(error).__name__}: {error}") from error
+            text = f"{type(error).__name__}: {text_of(error)}"
+            raise PluginError(f"the plugins cannot be loaded on the worker: {text}") from error
         LIFECYCLE.open(loaded, instance_info())
 
 

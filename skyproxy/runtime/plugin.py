@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from skyproxy.errors import PluginError
+from skyproxy.errors import PluginError, text_of
 
 if TYPE_CHECKING:
     from skyproxy.runtime.instance import InstanceInfo
@@ -158,7 +158,8 @@ def reporting(plugin: object, hook: str, where: str = "") -> Iterator[None]:
     except PluginError:
         raise
     except Exception as error:
-        raise PluginError(f"plugin {name_of(plugin)!r}, {hook}{where}: {type(error).__name__}: {error}") from error
+        text = f"{type(error).__name__}: {text_of(error)}"
+        raise PluginError(f"plugin {name_of(plugin)!r}, {hook}{where}: {text}") from error
 
 
 def has_hook(plugin: object, hook: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyproxy.errors import ConfigurationError, FunctionCrashedError, LimitExceededError, RemoteFunctionError
+from skyproxy.errors import ConfigurationError, FunctionCrashedError, LimitExceededError, text_of
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.tensors import Row, as_leaf
 from skyproxy.runtime.breakpoints import DEBUGGERS, Debugger, Place, describe, is_quit, stop_tracing
@@ -27,23 +27,19 @@ from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
 from skyproxy_server.cuda_staging import on_streams
 from skyproxy_server.functions import output
+from skyproxy_server.functions.call_errors import CallInterrupt, describe_failure
 from skyproxy_server.functions.call_threads import CallThreads
 from skyproxy_server.functions.events import Events
-from skyproxy_server.functions.full_disks import explain_full_disk
 from skyproxy_server.functions.isolated_call import IsolatedCall, Loan, Said
 from skyproxy_server.functions.known_functions import KnownFunction
 from skyproxy_server.functions.nursery import Nursery
 from skyproxy_server.functions.questions import CallQuestions
-from skyproxy_server.functions.results import REMOTE, ResultWriter, describe_error
+from skyproxy_server.functions.results import REMOTE, ResultWriter
 from skyproxy_server.functions.shared_globals import named_device
 from skyproxy_server.inventory import DeviceRow
 
 _OUTPUT_PIECE = 8192
 """Characters of one output event; a line is sent when it is whole, a longer one in parts."""
-
-
-class CallInterrupt(BaseException):
-    """Raised inside a function that its caller has cancelled. Not an `Exception`, so that few functions catch it."""
 
 
 class FunctionCall:
@@ -345,8 +341,8 @@ class FunctionCall:
         except Exception as error:
             what = "an item" if kind == "item" else "the result"
             raise TypeError(
-                f"{what} of {self.name} cannot be sent back: a {type(value).__qualname__} cannot be pickled ({error}). "
-                "Return what can, or keep it on the worker in a module that you import there."
+                f"{what} of {self.name} cannot be sent back: a {type(value).__qualname__} cannot be pickled "
+                f"({text_of(error)}). Return what can, or keep it on the worker in a module that you import there."
             ) from error
         if kind == "item":
             self._wait_for_items()
@@ -354,32 +350,9 @@ class FunctionCall:
             self.has_run()
         self.events.add(kind, {**pickled.tables, "changed": returning.changed_arguments()}, pickled, kept)
 
-    def _explain_import(self, error: BaseException) -> None:
-        """Say what workers import, where something was not found."""
-        if isinstance(error, ModuleNotFoundError):
-            folders = PROJECT_CODE.folders(self.session)
-            error.add_note(
-                f"The worker has no module {error.name}. Installed packages come from Image(pip=[...]), "
-                f"modules of your own from the program's folders ({', '.join(folders) or 'none'}), or from those of "
-                "Image(includes=[...]). Put the module's folder on sys.path of the program, or name it in includes."
-            )
-
     def _fail(self, error: BaseException) -> None:
-        self._explain_import(error)
-        if full := explain_full_disk(error):
-            error.add_note(full)
-        if isinstance(error, SystemExit | KeyboardInterrupt):
-            # Raised at the caller, these would end the program that waits there.
-            did = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else "raised KeyboardInterrupt"
-            text = (
-                f"{self.name} {did} on the worker. That ends the function, and neither the worker nor this program. "
-                "Return a value, or raise an exception."
-            )
-            error = RemoteFunctionError(text).with_traceback(error.__traceback__)
-        words, pickled = describe_error(error, hidden_frames=3, plain=self._plain)
-        if pickled is not None:
-            words.update(pickled.tables)
-        self.events.add("error", words, pickled)
+        folders = PROJECT_CODE.folders(self.session)
+        self.events.add("error", *describe_failure(error, self.name, folders, self._plain))
 
     # --- what it prints ----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ import os
 import shutil
 import tempfile
 
+from skyproxy.errors import text_of
+
 _FULL_BYTES = 1 << 20
 _ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _FAILED_WRITES = (
@@ -22,7 +24,7 @@ _FAILED_WRITES = (
 def explain_full_disk(error: BaseException) -> str:
     """Return what to say about a write that failed because a disk is full; an empty text for other errors."""
     is_full = isinstance(error, OSError) and error.errno in _ERRNOS
-    if not is_full and not any(text in str(error).lower() for text in _FAILED_WRITES):
+    if not is_full and not any(text in text_of(error).lower() for text in _FAILED_WRITES):
         return ""
     named = getattr(error, "filename", None)
     full = _full_places([os.path.dirname(os.path.abspath(named))] if isinstance(named, str) else [])

@@ -1,0 +1,75 @@
+"""What the caller of a function is told of errors whose own code gets in the way of telling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+
+import skyproxy
+from skyproxy.errors import RemoteFunctionError
+from skyproxy_server.functions.call_errors import CallInterrupt, describe_failure
+
+
+class SaysNothing(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+class ExitsWhenRead(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class Frozen(Exception):
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name} cannot be set")
+
+
+class FrozenModule(ModuleNotFoundError):
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name} cannot be set")
+
+
+KINDS = [SaysNothing, ExitsWhenRead, Frozen, FrozenModule]
+
+
+def _raise(kind: type[Exception]) -> Callable[[], Any]:
+    def function() -> NoReturn:
+        raise kind("words")
+
+    return function
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[skyproxy.Compute]:
+    with skyproxy.Compute(provider=skyproxy.Local(device="cpu")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("isolate", [False, True])
+def test_the_caller_of_a_function_learns_of_an_error_whatever_its_own_code_does(
+    pool: skyproxy.Compute, kind: type[Exception], isolate: bool
+) -> None:
+    error = pool.nodes[0].submit(_raise(kind), isolate=isolate).exception(60)
+    assert kind.__name__ in type(error).__name__ + (str(error) if isinstance(error, RemoteFunctionError) else "")
+    assert pool.run(abs, -1) == 1
+
+
+def test_what_cannot_be_described_is_named_by_its_class() -> None:
+    words, pickled = describe_failure(FrozenModule("words"), "load", ["/project"], False)
+    assert (words["type"], pickled) == ("FrozenModule", None)
+    assert "which cannot be described: <AttributeError object at" in words["message"]
+
+
+def test_a_cancellation_that_strikes_there_is_none_of_the_errors_doing() -> None:
+    class Cancelled(Exception):
+        def __str__(self) -> str:
+            raise CallInterrupt
+
+    with pytest.raises(CallInterrupt):
+        describe_failure(Cancelled(), "load", [], False)
