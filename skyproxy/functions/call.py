@@ -428,8 +428,7 @@ class Call:
         for own in (LimitExceededError, FunctionCrashedError):
             if name == own.__name__:
                 return own(message)
-        error = self._rebuild_error(came, traceback) if came.pieces else None
-        if error is not None:
+        if came.pieces and (error := self._rebuild_error(came, traceback)) is not None:
             return error
         told = RemoteFunctionError(f"{name}: {message}")
         told.remote_traceback = traceback

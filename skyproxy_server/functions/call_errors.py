@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from skyproxy.errors import RemoteFunctionError
 from skyproxy.payloads.pickling import Pickled
@@ -17,7 +16,7 @@ class CallInterrupt(BaseException):
 
 def describe_failure(
     error: BaseException, name: str, folders: Sequence[str], plain: bool
-) -> tuple[dict[str, Any], Pickled | None]:
+) -> tuple[dict[str, object], Pickled | None]:
     """Return an error of a function as it travels, with what else is known of its cause.
 
     Whatever the error's own code does, its caller waits for this: where it takes no notes, say, words alone go.
@@ -42,7 +41,7 @@ def describe_failure(
 
 def _describe(
     error: BaseException, name: str, folders: Sequence[str], plain: bool
-) -> tuple[dict[str, Any], Pickled | None]:
+) -> tuple[dict[str, object], Pickled | None]:
     if isinstance(error, ModuleNotFoundError):
         error.add_note(
             f"The worker has no module {error.name}. Installed packages come from Image(pip=[...]), "
