@@ -113,7 +113,8 @@ def test_the_memory_watch_sees_memory_that_is_given_back_at_once(tmp_path: Path)
     watch = importlib.import_module("_memory_watch").MemoryWatch([os.getpid()])
     try:
         watch.start()
-        torch.ones(64 << 18).sum()
+        for _ in range(20):  # on a busy machine, the watch is not there at each moment
+            torch.ones(64 << 18).sum()
         (peak,) = watch.stop()
         assert peak.most - peak.before > 40 << 20
         watch.start()
