@@ -129,6 +129,7 @@ class Scheduler:
         if actor is not self:
             return self._submit_to(actor, call)
         task = self._task(call)
+        future = task.future  # the task of a stream gets another one when it has begun, which may be before we return
         with self._lock:
             self._check_open()
             if self._waiting >= self._max_queued_calls:
@@ -136,14 +137,14 @@ class Scheduler:
                     f"{self._waiting} calls are already waiting in this pool. Wait for some of them, use pool.map, or "
                     "raise SKYPROXY_MAX_QUEUED_CALLS."
                 )
-            task.future.on_cancel(lambda: self._cancel(task))
-            task.future.before_wait = lambda: self._check_wait(task)
+            future.on_cancel(lambda: self._cancel(task))
+            future.before_wait = lambda: self._check_wait(task)
             chosen = self._claim(task)
             if not chosen:
                 self._enqueue(task)
         if chosen:
             self._start(task)
-        return task.future
+        return future
 
     def _submit_to(self, actor: Any, call: PendingCompute[object]) -> PoolFuture[object]:
         """A call of an actor's method, which waits in the actor's own queue."""
