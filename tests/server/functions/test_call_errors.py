@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 import skyproxy
-from skyproxy.errors import RemoteFunctionError
+from skyproxy.errors import RankErrors, RemoteFunctionError
 from skyproxy_server.functions.call_errors import CallInterrupt, describe_failure
 
 
@@ -57,6 +57,23 @@ def test_the_caller_of_a_function_learns_of_an_error_whatever_its_own_code_does(
 ) -> None:
     error = pool.nodes[0].submit(_raise(kind), isolate=isolate).exception(60)
     assert kind.__name__ in type(error).__name__ + (str(error) if isinstance(error, RemoteFunctionError) else "")
+    assert pool.run(abs, -1) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_and_calls_on_all_processes_end_with_such_an_error(
+    pool: skyproxy.Compute, kind: type[Exception]
+) -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise kind("words")
+
+    found = skyproxy.function(items)().stream(pool)
+    assert next(found) == 1
+    with pytest.raises((kind, RemoteFunctionError)):
+        next(found)
+    with pytest.raises((kind, RemoteFunctionError, RankErrors)):
+        skyproxy.function(_raise(kind))() @ pool
     assert pool.run(abs, -1) == 1
 
 
