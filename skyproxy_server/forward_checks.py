@@ -126,11 +126,35 @@ def _running_extremes(given: dict[str, Any]) -> None:
     require(values.dtype is tensor.dtype and places.dtype is torch.int64, "the results are of other types")
 
 
-@_checks("median", "nanmedian")
-def _medians(given: dict[str, Any]) -> None:
-    # The kernel reads an expanded tensor as if its elements lay one behind the other.
-    if overlaps(given["self"]):
-        given["self"] = given["self"].contiguous()
+READ_ONE_BEHIND_THE_OTHER = frozenset(
+    {"median", "nanmedian", "native_group_norm", "native_group_norm_backward", "mkldnn_rnn_layer"}
+    | {"mkldnn_rnn_layer_backward", "_embedding_bag", "_embedding_bag_forward_only", "_slow_conv2d_backward"}
+    | {"_rowwise_prune", "_fused_moving_avg_obs_fq_helper"}
+)
+"""Operators whose kernels read tensors as if their elements lay one behind the other; those of expanded ones do not."""
+
+
+def spreading(check: Check, written: frozenset[str]) -> Check:
+    """Return a check that gives tensors whose elements share memory some for each of them, before another check.
+
+    Args:
+        check: the other one.
+        written: the arguments that the operator writes to, which must have it already.
+    """
+
+    def spread(given: dict[str, Any]) -> None:
+        for name, value in given.items():
+            if isinstance(value, Tensor) and overlaps(value):
+                require(name not in written, f"elements of {name} share memory: it cannot be written to")
+                given[name] = value.contiguous()
+        check(given)
+
+    return spread
+
+
+@_checks(*READ_ONE_BEHIND_THE_OTHER - {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_slow_conv2d_backward"})
+def _nothing_else(given: dict[str, Any]) -> None:
+    """Being spread is enough for these, where `kernel_checks` and `safe_forms` have no more."""
 
 
 @_checks("copy")

@@ -15,7 +15,7 @@ import torch
 
 from skyproxy_server.allowed_ops import ALLOWED
 from skyproxy_server.foreign_memory import bytes_of, clear, clear_elements, clear_from
-from skyproxy_server.forward_checks import FORWARD_CHECKS
+from skyproxy_server.forward_checks import FORWARD_CHECKS, READ_ONE_BEHIND_THE_OTHER, spreading
 from skyproxy_server.kernel_checks import CHECKS, Check, clamp_indices, require
 from skyproxy_server.layouts import needed_bytes
 from skyproxy_server.unwritten_results import UNWRITTEN
@@ -57,8 +57,12 @@ def _checks(*packets: str) -> Callable[[Check], Check]:
 
 
 def _checking_form(overload: torch._ops.OpOverload, check: Check) -> Callable[..., object]:
-    op, names = overload._op, tuple(argument.name for argument in overload._schema.arguments)
+    arguments = overload._schema.arguments
+    op, names = overload._op, tuple(argument.name for argument in arguments)
     packet = overload._schema.name.removeprefix("aten::")
+    if packet in READ_ONE_BEHIND_THE_OTHER:
+        written = frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+        check = spreading(check, written)
 
     def call(*args: object, **kwargs: object) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -75,7 +79,7 @@ def _checking_form(overload: torch._ops.OpOverload, check: Check) -> Callable[..
     return call_and_clear if packet in UNWRITTEN else call
 
 
-for _packet, _check in (CHECKS | FORWARD_CHECKS).items():
+for _packet, _check in (FORWARD_CHECKS | CHECKS).items():
     _checks(_packet)(_check)
 
 

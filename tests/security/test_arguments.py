@@ -213,6 +213,48 @@ def test_a_median_of_one_number_many_times_reads_only_that(name: str) -> None:
     assert values.tolist() == [3.0] * 4
 
 
+def one(*sizes: int) -> torch.Tensor:
+    """One number, many times."""
+    return torch.full((1,) * len(sizes), 2.0).expand(sizes)
+
+
+NO_RNN = (False, [], 2, 3, 1, True, False, False, True)
+SPREAD: dict[str, tuple[object, ...]] = {
+    "native_group_norm": (f(2, 4, 3), one(4), one(4), 2, 4, 3, 2, 1e-5),
+    "native_group_norm_backward": (f(2, 4, 3), f(2, 4, 3), one(2, 2), one(2, 2), one(4), 2, 4, 3, 2, [True] * 3),
+    "_embedding_bag": (one(5, 3), torch.ones(1, dtype=torch.int64).expand(4), torch.tensor([0, 2])),
+    "_embedding_bag_forward_only": (one(5, 3), torch.ones(1, dtype=torch.int64).expand(4), torch.tensor([0, 2])),
+    "_slow_conv2d_backward.output_mask": (
+        one(1, 2, 3, 3),
+        f(1, 1, 3, 3),
+        one(2, 1, 1, 1),
+        [1, 1],
+        [1, 1],
+        [0, 0],
+        [True] * 3,
+    ),
+    "_rowwise_prune": (f(4, 3), torch.ones(1, dtype=torch.bool).expand(4), torch.int64),
+    "mkldnn_rnn_layer": (f(2, 1, 4), one(12, 4), one(12, 3), one(12), one(12), one(1, 1, 3), one(1, 1, 3), *NO_RNN),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_one_number_many_times_is_as_so_many_numbers(name: str) -> None:
+    packet, _, overload = name.partition(".")
+    plain = [value.contiguous() if isinstance(value, torch.Tensor) else value for value in SPREAD[name]]
+    right = getattr(getattr(aten, packet), overload or "default")(*plain)
+    results = SAFE_FORMS[f"aten::{name}"](*SPREAD[name])
+    compared = 3 if name == "mkldnn_rnn_layer" else len(right)  # what is left of its workspace is in no order
+    assert all(torch.equal(result, other) for result, other in zip(results[:compared], right[:compared], strict=True))
+
+
+def test_statistics_that_share_memory_are_not_written_to() -> None:
+    switch, scale, point = torch.ones(1, dtype=torch.int64), torch.ones(4), torch.zeros(4, dtype=torch.int32)
+    form = SAFE_FORMS["aten::_fused_moving_avg_obs_fq_helper"]
+    with pytest.raises(Exception, match="running_min share memory"):
+        form(f(4, 2), switch, switch, one(4), torch.ones(4), scale, point, 0.1, 0, 255, 0, True, False)
+
+
 def test_one_deviation_of_all_rows_is_read_as_often_as_there_are_rows() -> None:
     tensor, rows, one = f(4, 3), torch.zeros(4, 1), torch.full((1,), 3.0)
     form = SAFE_FORMS["aten::native_layer_norm_backward"]
