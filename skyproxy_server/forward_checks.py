@@ -129,7 +129,8 @@ def _running_extremes(given: dict[str, Any]) -> None:
 READ_ONE_BEHIND_THE_OTHER = frozenset(
     {"median", "nanmedian", "native_group_norm", "native_group_norm_backward", "mkldnn_rnn_layer"}
     | {"mkldnn_rnn_layer_backward", "_embedding_bag", "_embedding_bag_forward_only", "_slow_conv2d_backward"}
-    | {"_rowwise_prune", "_fused_moving_avg_obs_fq_helper"}
+    | {"_rowwise_prune", "_fused_moving_avg_obs_fq_helper", "fused_moving_avg_obs_fake_quant"}
+    | {"rrelu_with_noise", "rrelu_with_noise_"}
 )
 """Operators whose kernels read tensors as if their elements lay one behind the other; those of expanded ones do not."""
 
@@ -152,9 +153,9 @@ def spreading(check: Check, written: frozenset[str]) -> Check:
     return spread
 
 
-@_checks(*READ_ONE_BEHIND_THE_OTHER - {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_slow_conv2d_backward"})
-def _nothing_else(given: dict[str, Any]) -> None:
-    """Being spread is enough for these, where `kernel_checks` and `safe_forms` have no more."""
+@_checks(*READ_ONE_BEHIND_THE_OTHER)
+def _spread_elements(given: dict[str, Any]) -> None:
+    """Being spread is enough for these, where nothing below, in `kernel_checks` or in `safe_forms` has more."""
 
 
 @_checks("copy")

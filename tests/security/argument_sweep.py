@@ -86,8 +86,8 @@ def _changes_of_tensor(tensor: Tensor) -> Iterator[Change]:
 
 def _changes_of_numbers(tensor: Tensor) -> Iterator[Change]:
     if tensor.is_floating_point():
-        large = min(1e30, torch.finfo(tensor.dtype).max)
-        yield from ((f"all {n}", torch.full_like(tensor, n)) for n in (float("nan"), float("inf"), -large, large, -1.0))
+        for number in (float("nan"), float("inf"), -1e30, 1e30, -1.0):  # some types hold not all of them
+            yield f"all {number}", torch.full(tensor.shape, number, dtype=torch.float64).to(tensor.dtype)
     elif tensor.dtype in (torch.int32, torch.int64):
         bounds = torch.iinfo(tensor.dtype)
         for number in (-1, -(2**20), 2**20, 2**31 - 1, -(2**31), 2**40, 2**62, bounds.min, bounds.max):

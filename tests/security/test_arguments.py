@@ -253,6 +253,8 @@ def test_statistics_that_share_memory_are_not_written_to() -> None:
     form = SAFE_FORMS["aten::_fused_moving_avg_obs_fq_helper"]
     with pytest.raises(Exception, match="running_min share memory"):
         form(f(4, 2), switch, switch, one(4), torch.ones(4), scale, point, 0.1, 0, 255, 0, True, False)
+    with pytest.raises(Exception, match="noise share memory"):
+        SAFE_FORMS["aten::rrelu_with_noise"](f(40, 20), one(40, 20), 0.1, 0.3, True)
 
 
 def test_one_deviation_of_all_rows_is_read_as_often_as_there_are_rows() -> None:
