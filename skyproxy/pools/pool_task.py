@@ -63,6 +63,11 @@ def _end_span(span: object, future: Future[object]) -> None:
     telemetry.end(span, type(error).__name__ if error is not None else "")
 
 
+def note_lost_rank(task: PoolTask, error: SessionLostError, ranks: int) -> None:
+    """Tell an error on which of so many ranks its call was running."""
+    error.add_note(f"{task.name} was running on rank {task.rank} of {ranks}. Retry(...) would run it again.")
+
+
 class StreamItems:
     """An iterator that says when nobody wants more of it: at its end, when it is closed, or when it is dropped.
 

@@ -161,7 +161,9 @@ class Scheduler:
         refuse_restarts(call)
         rank = self._rank_of(options)
         if rank is not None and rank not in self._slots:
-            raise ConfigurationError(f"{call.name} is to run on rank {rank}, and this pool has {self._ranks()}.")
+            raise ConfigurationError(
+                f"{call.name} is to run on rank {rank}, and this pool has {self._slots.ranks_text()}."
+            )
         is_group = isinstance(call.function, GroupTask)  # of tasks
         function = call.function if is_group else self._group.task(as_task(call.function))
         payload = Payload.of(function, call.args, call.kwargs)
@@ -200,13 +202,6 @@ class Scheduler:
         slot.busy += 1
         task.rank = slot.rank
         self._running[task] = slot
-
-    def _ranks(self) -> str:
-        """The ranks that are there, for people."""
-        ranks = [slot.rank for slot in self._slots]
-        if ranks == list(range(len(ranks))) and ranks:
-            return f"{len(ranks)}: 0 to {len(ranks) - 1}"
-        return f"{len(ranks)} now: {', '.join(map(str, ranks))}" if ranks else "none at this moment"
 
     def _check_wait(self, task: PoolTask) -> None:
         """Raise where a task waits for processes that only its own waiter can set free.
@@ -351,6 +346,13 @@ class Scheduler:
 
     def _on_end(self, task: PoolTask, call: Call, output: TaskOutput) -> None:
         try:
+            self._settle(task, call, output)
+        except BaseException as error:  # a mistake of ours, which would have its caller wait for ever
+            logger.exception("skyproxy: the end of %s could not be dealt with", task.name)
+            task.future.fail(error)
+
+    def _settle(self, task: PoolTask, call: Call, output: TaskOutput) -> None:
+        try:
             value = call.result()
         except CancelledError:
             output.finish()
@@ -391,9 +393,7 @@ class Scheduler:
         task.future.fail(error)
 
     def _add_lost_note(self, task: PoolTask, error: SessionLostError) -> None:
-        error.add_note(
-            f"{task.name} was running on rank {task.rank} of {len(self._group.members)}. Retry(...) would run it again."
-        )
+        pool_task.note_lost_rank(task, error, len(self._group.members))
 
     def _requeue(self, task: PoolTask) -> None:
         error: Exception | None = None

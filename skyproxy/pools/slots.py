@@ -75,6 +75,13 @@ class ProcessSlots:
         """The process of a rank; None where none is there."""
         return self._by_rank.get(rank)
 
+    def ranks_text(self) -> str:
+        """The ranks that are there, for people."""
+        ranks = [slot.rank for slot in self._in_order]
+        if ranks == list(range(len(ranks))) and ranks:
+            return f"{len(ranks)}: 0 to {len(ranks) - 1}"
+        return f"{len(ranks)} now: {', '.join(map(str, ranks))}" if ranks else "none at this moment"
+
     def add(self, ranks: Iterable[int]) -> None:
         """Processes have come."""
         self._by_rank |= {rank: Slot(rank) for rank in ranks}

@@ -21,7 +21,6 @@ import skyproxy as sky
 from skyproxy.errors import ConfigurationError, LimitExceededError, RankErrors, SessionLostError
 from skyproxy.functions import Payload
 from skyproxy.pools import Compute, PoolFuture
-from skyproxy.pools.pool_task import PoolTask
 from skyproxy.pools.scheduler import Scheduler
 from skyproxy.pools.slots import ProcessSlots
 
@@ -436,20 +435,6 @@ def test_a_call_is_tried_again_for_the_exceptions_that_it_names(pool: Compute, t
     assert third_time(str(tmp_path / "a"), OSError) >> pool == 3
     with pytest.raises(ValueError, match="1"):
         third_time(str(tmp_path / "b"), ValueError) >> pool
-
-
-def test_a_stream_that_has_begun_before_its_call_returns_is_found(
-    pool: Compute, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = Scheduler._start
-
-    def start_and_wait(self: Scheduler, task: PoolTask) -> None:
-        future = task.future
-        start(self, task)
-        assert wait([future], 60).done
-
-    monkeypatch.setattr(Scheduler, "_start", start_and_wait)
-    assert list(count(3).stream(pool)) == [0, 1, 2]
 
 
 def test_a_stream_that_nobody_wants_frees_its_process(pool: Compute, tmp_path: Path) -> None:
