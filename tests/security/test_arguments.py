@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from skyproxy_server.allowed_ops import find_overload, is_allowed
 from skyproxy_server.op_functions import function_of
@@ -211,6 +212,16 @@ def test_no_result_is_written_to_less_memory_than_it_has_elements(name: str) -> 
 def test_a_median_of_one_number_many_times_reads_only_that(name: str) -> None:
     values, _ = SAFE_FORMS[f"aten::{name}"](torch.full((1,), 3.0).expand(4, 100), 1)
     assert values.tolist() == [3.0] * 4
+
+
+def test_heads_that_are_shared_have_derivatives() -> None:
+    flash, query, (key, value) = "aten::_scaled_dot_product_flash_attention_for_cpu", f(2, 6, 5, 4), f(2, 2, 3, 5, 4)
+    out, sums = SAFE_FORMS[flash](query, key, value, 0.0, True)
+    found = SAFE_FORMS[f"{flash}_backward"](torch.ones_like(out), query, key, value, out, sums, 0.0, True)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    right = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    right.backward(torch.ones_like(right))
+    torch.testing.assert_close(list(found), [leaf.grad for leaf in leaves])
 
 
 def one(*sizes: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from skyproxy.node import Node
 from skyproxy.payloads.pickling import Pickler
 from skyproxy.settings import Settings
 from skyproxy_server.functions import call as worker_call
+from skyproxy_server.functions import call_errors
 from skyproxy_server.functions.results import ResultWriter
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.worker_host import WorkerHost
@@ -112,7 +113,7 @@ def test_an_error_of_an_untrusted_worker_is_no_pickle(node: Node, monkeypatch: p
         words = {"type": "Bomb\x1b]52;c;", "message": "m\x1b[2J", "traceback": "t\x1b[2J"}
         return words, Pickler(lambda tensor: None).pickle(BombError())
 
-    monkeypatch.setattr(worker_call, "describe_error", describe)
+    monkeypatch.setattr(call_errors, "describe_error", describe)
     with pytest.raises(RemoteFunctionError) as caught:
         node.run(lambda: 1 / 0)
     assert ran() == []
