@@ -64,19 +64,17 @@ def _checking_form(overload: torch._ops.OpOverload, check: Check) -> Callable[..
         written = frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
         check = spreading(check, written)
 
+    clear = UNWRITTEN.get(packet)
+
     def call(*args: object, **kwargs: object) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         check(given)
-        return op(*(given[name] for name in names[: len(args)]), **{name: given[name] for name in kwargs})
-
-    def call_and_clear(*args: object, **kwargs: object) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        check(given)
         result = op(*(given[name] for name in names[: len(args)]), **{name: given[name] for name in kwargs})
-        UNWRITTEN[packet](given, result)
+        if clear is not None:
+            clear(given, result)
         return result
 
-    return call_and_clear if packet in UNWRITTEN else call
+    return call
 
 
 for _packet, _check in (FORWARD_CHECKS | CHECKS).items():
