@@ -34,7 +34,7 @@ from skyproxy.snapshots.documents import (
 from skyproxy.snapshots.hashes import SHA256, piece_hash
 from skyproxy.snapshots.headers import PACK_NAME, hash_of, places_of, session_of
 from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, PackReader, PackWriter, pieces_in, pieces_of
-from skyproxy.snapshots.stores import FileStore, LocalStore
+from skyproxy.snapshots.stores import SMALL_BYTES, FileStore, LocalStore
 from skyproxy.torch_codec import byte_view
 
 MAGIC = b"skyproxy snapshot 1\n"
@@ -56,12 +56,18 @@ def check_name(name: object) -> str:
     Raises:
         SnapshotError: it cannot.
     """
-    if type(name) is not str or not _SESSION_NAME.fullmatch(name):
+    if not is_name(name):
         raise SnapshotError(
             f"snapshots cannot have the name {name!r:.80}: up to 64 letters, digits, '.', '_' and '-', with a "
             "letter or a digit first"
         )
+    assert isinstance(name, str)
     return name
+
+
+def is_name(name: object) -> bool:
+    """Return whether a folder of snapshots can have this name."""
+    return type(name) is str and _SESSION_NAME.fullmatch(name) is not None
 
 
 class Draft:
@@ -183,7 +189,7 @@ class SnapshotFolder:
         self.store.write(_WRITER, self._writer.encode("ascii"))
 
     def _check_claim(self) -> None:
-        if self.store.read(_WRITER) != self._writer.encode("ascii"):
+        if self.store.read(_WRITER, SMALL_BYTES) != self._writer.encode("ascii"):
             raise SnapshotError(
                 "another session writes snapshots under this name now, so this one does not any more. What it wrote is "
                 "kept. Use another name"

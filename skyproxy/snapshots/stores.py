@@ -10,6 +10,7 @@ import errno
 import os
 import random
 import secrets
+import stat
 import tempfile
 import threading
 import time
@@ -27,6 +28,7 @@ from skyproxy.snapshots.locks import (
     is_shared,
     lock,
     open_lock,
+    share,
 )
 
 T = TypeVar("T")
@@ -36,7 +38,12 @@ _PAUSE_SECONDS = 0.2
 """Before the second attempt at a store elsewhere; twice as long before the third."""
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that another attempt would meet again."""
-_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | _NO_LINK | getattr(os, "O_NONBLOCK", 0)
+MAX_READ_BYTES = (1 << 30) + (1 << 20)
+"""The most that is read of a file at once; larger ones are read in parts. A file may claim any number of bytes."""
+SMALL_BYTES = 1 << 16
+"""The most that a file has which says who does what."""
 
 
 class Source(Protocol):
@@ -78,8 +85,8 @@ class FileStore(Protocol):
     def prepare(self) -> None:
         """Make the place, if need be."""
 
-    def read(self, name: str) -> bytes:
-        """The content of a file."""
+    def read(self, name: str, most_bytes: int = MAX_READ_BYTES) -> bytes:
+        """The content of a file, which may have so many bytes."""
 
     def write(self, name: str, content: bytes) -> None:
         """Put a file there, in place of what has its name, whole or not at all."""
@@ -133,6 +140,9 @@ def open_store(location: str | os.PathLike[str]) -> FileStore:
 class LocalStore:
     """A folder. What it makes is its user's alone; below one that its group shares, its group's as well.
 
+    In such a one, others of the group can put a link in the place of anything at any moment. So what is done in a
+    folder below it is done in the folder that was opened, and to which no link led.
+
     Args:
         path: the folder.
     """
@@ -144,60 +154,89 @@ class LocalStore:
     def child(self, name: str) -> LocalStore:
         return LocalStore(self.path / name)
 
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int | None]:
+        """Open the folder; where the system cannot, give None."""
+        if os.name != "posix":
+            yield None
+            return
+        no_link = _NO_LINK if is_shared(self.path.parent) else 0
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | no_link)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _in(self, folder: int | None, name: str) -> str:
+        return name if folder is not None else str(self.path / name)
+
     def places(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return [item.name for item in self.path.iterdir() if item.is_dir()]
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._opened() as folder:
+            follows = folder is None or not is_shared(folder)
+            with os.scandir(folder if folder is not None else self.path) as items:
+                return [item.name for item in items if item.is_dir(follow_symlinks=follows)]
         return []
 
     def files(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return os.listdir(self.path)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._opened() as folder:
+            return os.listdir(folder if folder is not None else self.path)
         return []
 
     def prepare(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_shared(self.path.parent) and not is_shared(self.path):
-            self.path.chmod(SHARED_FOLDER)
+        if is_shared(self.path.parent):
+            with self._opened() as folder:
+                if folder is not None:
+                    share(folder, SHARED_FOLDER)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most_bytes: int = MAX_READ_BYTES) -> bytes:
         with contextlib.closing(self.open(name)) as source:
-            return read_whole(source)
+            return read_whole(source, most_bytes)
 
     def write(self, name: str, content: bytes) -> None:
-        draft = self.path / f".{name}.{secrets.token_hex(4)}.draft"
-        try:
-            file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o600)
-            with os.fdopen(file, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            self.publish(draft, name)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        self.settle()
+        draft = f".{name}.{secrets.token_hex(4)}.draft"
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
+        with self._opened() as folder:
+            path = self._in(folder, draft)
+            try:
+                with os.fdopen(os.open(path, flags, 0o600, dir_fd=folder), "wb") as stream:
+                    stream.write(content)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                self._give_name(folder, draft, name)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path, dir_fd=folder)
+                raise
+            _settle(folder)
 
     def open(self, name: str) -> Source:
-        return _File(self.path / name)
+        with self._opened() as folder:
+            return _File(self._in(folder, name), folder)
 
     def draft(self, name: str) -> Path:
         return self.path / f".{name}.draft"
 
     def publish(self, draft: Path, name: str) -> None:
-        if is_shared(self.path):
-            draft.chmod(SHARED_FILE)
-        os.replace(draft, self.path / name)
+        with self._opened() as folder:
+            self._give_name(folder, draft.name, name)
+
+    def _give_name(self, folder: int | None, draft: str, name: str) -> None:
+        if folder is not None and is_shared(folder):
+            file = os.open(draft, _OPEN_FLAGS, dir_fd=folder)
+            try:
+                share(file, SHARED_FILE)
+            finally:
+                os.close(file)
+        os.replace(self._in(folder, draft), self._in(folder, name), src_dir_fd=folder, dst_dir_fd=folder)
 
     def settle(self) -> None:
-        if os.name == "posix":
-            folder = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        with self._opened() as folder:
+            _settle(folder)
 
     def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), self._opened() as folder:
+            os.unlink(self._in(folder, name), dir_fd=folder)
 
     def remove_place(self) -> None:
         with contextlib.suppress(OSError):
@@ -205,7 +244,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def exclusive(self, name: str) -> Iterator[None]:
-        with open_lock(self.path / name) as file:
+        with self._lock_file(name) as file:
             deadline = time.monotonic() + LOCK_SECONDS
             # Whoever has it may be stopped in between: without end, all others would be, too.
             while lock(file) is False and time.monotonic() < deadline:
@@ -214,29 +253,41 @@ class LocalStore:
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[None]:
-        with open_lock(self.path / name) as file:
+        with self._lock_file(name) as file:
             lock(file)
             yield
 
     def is_held(self, name: str) -> bool | None:
-        if not (self.path / name).exists():
+        if name not in self.files():
             return False
-        with open_lock(self.path / name) as file:
+        with self._lock_file(name) as file:
             got = lock(file)
             return None if got is None else not got
+
+    @contextlib.contextmanager
+    def _lock_file(self, name: str) -> Iterator[int]:
+        with self._opened() as folder, open_lock(self._in(folder, name), folder) as file:
+            yield file
 
     def __str__(self) -> str:
         return str(self.path)
 
 
+def _settle(folder: int | None) -> None:
+    """Have the names of an open folder's files outlive a crash."""
+    if folder is not None:
+        os.fsync(folder)
+
+
 class _File:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str, folder: int | None) -> None:
         # Without waiting: a pipe that somebody has put there would hold us up for ever, and is no file.
-        self._file = os.open(path, _OPEN_FLAGS)
+        self._file = os.open(path, _OPEN_FLAGS, dir_fd=folder)
         try:
-            self.size = os.fstat(self._file).st_size
-            if not os.path.isfile(path):
-                raise OSError(errno.EINVAL, "it is not a file", str(path))
+            status = os.fstat(self._file)
+            self.size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "it is not a file", path)
         except BaseException:
             os.close(self._file)
             raise
@@ -330,9 +381,10 @@ class FsspecStore:
         with self._name_place():
             self._attempt(lambda: self._system.makedirs(self._path, exist_ok=True))
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most_bytes: int = MAX_READ_BYTES) -> bytes:
         with self._name_place():
-            return bytes(self._attempt(lambda: self._system.cat_file(self._join(name))))
+            content = bytes(self._attempt(lambda: self._system.cat_file(self._join(name), end=most_bytes + 1)))
+        return _refuse_more(content, len(content), most_bytes)
 
     def write(self, name: str, content: bytes) -> None:
         def put() -> None:
@@ -455,8 +507,24 @@ def _redact(address: str) -> str:
     return f"{kind}{mark}{place.rpartition('@')[2]}{slash}{path}"
 
 
-def read_whole(source: Source) -> bytes:
-    """The content of a file that is read in parts."""
+def _refuse_more(content: bytes, byte_count: int, most_bytes: int) -> bytes:
+    """Return the content of a file that has no more bytes than it may have.
+
+    Raises:
+        OSError: it has more.
+    """
+    if byte_count > most_bytes:
+        raise OSError(errno.EFBIG, f"the file has {byte_count:,} bytes or more, and {most_bytes:,} are allowed")
+    return content
+
+
+def read_whole(source: Source, most_bytes: int = MAX_READ_BYTES) -> bytes:
+    """The content of a file that is read in parts.
+
+    Raises:
+        OSError: it has more bytes than it may have.
+    """
+    _refuse_more(b"", source.size, most_bytes)
     content = memoryview(bytearray(source.size))
     done = 0
     while done < len(content):

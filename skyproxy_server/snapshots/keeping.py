@@ -110,6 +110,9 @@ class NameKeeper:
             if not self._has_failed:
                 logger.warning("the volume of snapshots cannot be used for named sessions now: %s", error)
             self._has_failed = True
+        except Exception:  # without this thread, all that is held here would count as left by its worker
+            logger.exception("what lies on the volume of snapshots could not be read")
+            self._has_failed = True
         else:
             self._has_failed = False
 

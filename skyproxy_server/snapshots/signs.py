@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from skyproxy.snapshots.stores import FileStore
+from skyproxy.snapshots.stores import SMALL_BYTES, FileStore
 
 SIGNS = ".workers"
 """A folder of a token's place: no snapshot has a name with a point in front."""
@@ -95,8 +95,8 @@ def put(place: FileStore, name: str, said: dict[str, object]) -> None:
 
 def get(place: FileStore, name: str) -> dict[str, Any]:
     """Return what a small file says; nothing where it is gone by now, or none of ours."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        said = json.loads(place.read(name))
+    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+        said = json.loads(place.read(name, SMALL_BYTES))
         if isinstance(said, dict):
             return said
     return {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.snapshots import stores
+from skyproxy.snapshots.folder import SnapshotFolder
+from skyproxy.snapshots.locks import SHARED_FOLDER
 from skyproxy.snapshots.stores import FileStore, FsspecStore, LocalStore, is_address, open_store, read_whole
 from tests.server.snapshots.sessions import ADD_, Session, restored
 
@@ -108,6 +112,119 @@ def test_a_pipe_or_a_link_in_place_of_a_file_is_refused_at_once(tmp_path: Path) 
     for name in ("pipe", "link", "folder"):
         with pytest.raises(OSError, match=r".+"):
             store.read(name)
+
+
+def shared(folder: Path) -> LocalStore:
+    """A folder as a token's sessions of several users share it."""
+    folder.mkdir()
+    folder.chmod(SHARED_FOLDER)
+    return LocalStore(folder)
+
+
+@needs_posix
+def test_no_link_in_a_shared_folder_leads_out_of_it(tmp_path: Path) -> None:
+    (home := tmp_path / "home").mkdir(mode=0o700)
+    for name in ("writer", "lock", "pack"):
+        (home / name).write_bytes(b"private")
+        (home / name).chmod(0o600)
+    token = shared(tmp_path / "token")
+    (tmp_path / "token" / "kept").symlink_to(home)
+    kept = token.child("kept")
+    assert token.places() == kept.files() == kept.places() == []
+    for attempt in (
+        kept.prepare,
+        kept.settle,
+        lambda: kept.remove("writer"),
+        lambda: kept.write("writer", b"other"),
+        lambda: kept.read("writer"),
+        lambda: kept.open("writer"),
+        lambda: kept.publish(tmp_path / "draft", "pack"),
+        lambda: kept.exclusive("lock").__enter__(),
+        lambda: kept.held("lock").__enter__(),
+    ):
+        with contextlib.suppress(OSError):
+            attempt()
+    SnapshotFolder(kept).delete("")
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == dict.fromkeys(
+        ("writer", "lock", "pack"), b"private"
+    )
+    assert {stat.S_IMODE(path.stat().st_mode) for path in home.iterdir()} == {0o600}
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
+@needs_posix
+def test_a_link_that_takes_a_folders_place_meanwhile_changes_nothing_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home := tmp_path / "home").mkdir()
+    (home / "writer").write_bytes(b"private")
+    kept = shared(tmp_path / "token").child("kept")
+    kept.prepare()
+    kept.write("writer", b"own")
+    replace, unlink = os.replace, os.unlink
+
+    def exchange() -> None:
+        if not kept.path.is_symlink():
+            kept.path.rename(tmp_path / "aside")
+            kept.path.symlink_to(home)
+
+    def exchange_before(act: Any) -> Any:
+        def acted(*arguments: Any, **keywords: Any) -> Any:
+            exchange()
+            return act(*arguments, **keywords)
+
+        return acted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", exchange_before(replace))
+        kept.write("writer", b"other")
+    assert (home / "writer").read_bytes() == b"private"
+    assert (tmp_path / "aside" / "writer").read_bytes() == b"other"
+    kept.path.unlink()
+    (tmp_path / "aside").rename(kept.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", exchange_before(unlink))
+        kept.remove("writer")
+    assert (home / "writer").read_bytes() == b"private"
+
+
+@needs_posix
+def test_a_file_that_lies_elsewhere_too_is_not_shared(tmp_path: Path) -> None:
+    (tmp_path / "private").write_bytes(b"private")
+    (tmp_path / "private").chmod(0o600)
+    kept = shared(tmp_path / "token").child("kept")
+    kept.prepare()
+    (kept.path / "lock").hardlink_to(tmp_path / "private")
+    with kept.exclusive("lock"):
+        pass
+    assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o600
+
+
+def test_a_folder_of_ones_own_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "token").mkdir(mode=0o700)
+    (tmp_path / "token" / "kept").symlink_to(tmp_path / "disk", target_is_directory=True)
+    token = LocalStore(tmp_path / "token")
+    token.child("kept").write("one", b"first")
+    assert token.places() == ["kept"]
+    assert (tmp_path / "disk" / "one").read_bytes() == b"first"
+
+
+def test_a_file_takes_no_more_memory_than_it_may_have(store: FileStore) -> None:
+    store.prepare()
+    store.write("small", b"x" * 1000)
+    assert store.read("small", 1000) == b"x" * 1000
+    with pytest.raises(OSError, match="999 are allowed"):
+        store.read("small", 999)
+
+
+@needs_posix
+def test_a_size_that_a_file_only_claims_takes_no_memory(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(OSError, match="are allowed"):
+        store.read("large")
 
 
 @pytest.mark.parametrize("method", ["cat_file", "pipe_file", "ls", "size"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import skyproxy
-from skyproxy.errors import SessionHeldError, SessionLostError
+from skyproxy.errors import SessionHeldError, SessionLostError, SkyproxyError
 from skyproxy_server.isolation.snapshot_groups import SnapshotGroups
 from skyproxy_server.limits import are_sessions_separable
 from tests.integration.programs import wait_for
@@ -172,3 +172,57 @@ def test_a_folder_that_others_cannot_reach_offers_no_snapshots(tmp_path: Path, p
     os.chown(place / "owned" / "one", 60001, 60001)
     with pytest.raises(PermissionError, match="root's own"):
         SnapshotGroups(str(place / "owned")).group_of("one")
+
+
+def prepare_home() -> str:
+    """In the home of the victim: files of the names that a folder of snapshots has."""
+    for name in ("writer", "snapshot-00000001.msgpack", "pack-0123456789abcdef.safetensors"):
+        Path(os.environ["HOME"], name).write_text("private")
+    return os.environ["HOME"]
+
+
+def plant(folder: str, home: str) -> None:
+    """In a session of the same token: put what leads astray where its snapshots are."""
+    place = Path(folder)
+    (place / "linked").symlink_to(home)
+    (place / "pipes").mkdir()
+    (place / "pipes").chmod(0o2777)
+    for name in ("writer", "snapshot-00000001.msgpack", "snapshot-00000002.msgpack"):
+        os.mkfifo(place / "pipes" / name)
+        (place / "pipes" / name).chmod(0o666)
+    (place / "large").mkdir()
+    (place / "large").chmod(0o2777)
+    with (place / "large" / "snapshot-00000001.msgpack").open("wb") as file:
+        file.truncate(1 << 42)
+    (place / "large" / "snapshot-00000001.msgpack").chmod(0o666)
+    (place / os.fsdecode(b"no-text-\xff")).mkdir()
+    (place / "turned\u202e\x1b[2J").mkdir()
+
+
+@needs_root
+def test_what_a_session_puts_on_the_volume_leads_no_other_one_of_its_token_astray(
+    sky: str, place: Path, sessions
+) -> None:
+    attacker, victim = sessions(), sessions()
+    home = victim.run(prepare_home)
+    attacker.run(plant, str(place / "snapshots" / "owner"), home)
+    session = victim._session
+    rows = session.call("list_snapshots", "")
+    troubled = {row["name"] for row in rows if "trouble" in row}
+    assert troubled == {"pipes", "large"}
+    for name in ("linked", "pipes", "large"):
+        for control in ("load_snapshot", "open_snapshot", "read_snapshot"):
+            with pytest.raises(SkyproxyError):
+                session.call(control, name, "")
+    torch.ones(3, device=victim.devices[0])
+    with pytest.raises(SkyproxyError):
+        session.call("save_snapshot", "linked")
+    for name in ("linked", "pipes", "large"):
+        session.call("delete_snapshot", name, "")
+    left = victim.run(
+        lambda home: {path.name: path.read_text() for path in Path(home).iterdir() if path.is_file()}, home
+    )
+    assert {*left.values()} == {"private"}
+    assert len(left) == 3
+    assert session.call("save_snapshot", "own")["snapshot"] == "1"
+    session.call("delete_snapshot", "own", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from skyproxy_server.named_sessions import NamedSession, NamedSessions, NamedVal
 from skyproxy_server.snapshots import claims
 from skyproxy_server.snapshots.keeping import NameKeeper
 from skyproxy_server.snapshots.unused_names import save_unused
+from tests.integration.programs import wait_for
 from tests.server.snapshots.sessions import DEVICES, Session
 from tests.server.test_named_sessions import FakeHolder
 
@@ -286,3 +288,39 @@ def test_the_thread_begins_and_ends_with_the_worker(tmp_path: Path) -> None:
     keeper.end()
     assert not keeper._thread.is_alive()
     assert not list(tmp_path.glob("**/*.json"))
+
+
+@pytest.mark.parametrize("content", [b"[" * 30_000, b"\xff", b"{}", b'{"worker": 5}', b"null", b" " * 70_000])
+def test_whatever_lies_on_the_volume_a_worker_keeps_its_word(start: Any, tmp_path: Path, content: bytes) -> None:
+    one = start()
+    one.hold()
+    one.put(1.0)
+    place = tmp_path / "token"
+    for folder in (place / ".leases", place / ".workers"):
+        for path in [path for path in folder.iterdir() if path.suffix == ".json"]:
+            path.with_suffix(".claim").write_bytes(content)
+            (folder / f"other{path.suffix}").write_bytes(content)
+    (place / os.fsdecode(b"exp\xff")).mkdir()
+    for act in (one.keeper.tend, one.keeper.look_for_claims, one.keeper.sweep):
+        one.keeper._try(act)
+    assert one.names.leases is not None
+    assert one.names.leases.holds("token", "exp")
+    assert one.session.call("named_sessions")
+
+
+def test_what_nobody_thought_of_does_not_end_the_thread_that_keeps_the_word(start: Any) -> None:
+    one = start()
+    one.hold()
+    tended: list[int] = []
+
+    def fail() -> None:
+        tended.append(1)
+        raise RecursionError
+
+    one.keeper.tend = fail
+    one.keeper.start()
+    try:
+        one.keeper._wake()
+        wait_for(lambda: len(tended) > 1 or one.keeper._wake(), "it goes on")
+    finally:
+        one.keeper.end()
