@@ -25,14 +25,8 @@ else:
 class OneLineFormatter(logging.Formatter):
     """Escapes control characters of messages: what a peer sent must not look like a line of ours."""
 
-    def __init__(self, session: str = "") -> None:
-        """Make a formatter for the log.
-
-        Args:
-            session: the session that this process is for, named in each line.
-        """
+    def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self._prefix = f"[{session[:8]}] " if session else ""
         self._second = -1, ""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
@@ -47,7 +41,7 @@ class OneLineFormatter(logging.Formatter):
         text = record.message
         if len(text) > _MAX_CHARACTERS:
             text = f"{text[:_MAX_CHARACTERS]} [{len(text) - _MAX_CHARACTERS} more characters]"
-        record.message = self._prefix + visible(text).replace("\n", "\\n")
+        record.message = visible(text).replace("\n", "\\n")
         return super().formatMessage(record)
 
 
@@ -66,15 +60,14 @@ class _HandlerWithTail(_StreamHandler):
             self.handleError(record)
 
 
-def log_to_stderr(level: str, session: str = "") -> None:
+def log_to_stderr(level: str) -> None:
     """Send the worker's own log to standard error; not the root logger's, which clients' functions have here.
 
     Args:
         level: how much.
-        session: the session that this process is for.
     """
     handler = _HandlerWithTail(sys.stderr)
-    handler.setFormatter(OneLineFormatter(session))
+    handler.setFormatter(OneLineFormatter())
     handler.addFilter(RepetitionFilter())
     own = logging.getLogger("skyproxy")
     own.handlers[:] = [handler]

@@ -322,7 +322,8 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
     """Be a session's process, from the fork to its end.
 
     Args:
-        descriptors: the channel to the supervisor, the shared memory, and the channel to the store of uploads.
+        descriptors: the channel to the supervisor, the shared memory, where output goes, and the channel to the store
+            of uploads.
         start: see `SessionProcess`; the process that must be our parent; and our bounds.
     """
     control = ControlChannel(socket.socket(fileno=descriptors[0]))
@@ -336,7 +337,10 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
         limits.adopt_orphans()
         limits.set_name(f"skyproxy-{start['session'][:6]}")
         os.setsid()
-        log_to_stderr(start["log_level"], start["session"])
+        for stream in (1, 2):
+            os.dup2(descriptors[2], stream)
+        os.close(descriptors[2])
+        log_to_stderr(start["log_level"])
         # The supervisor notes when a session begins and ends: it sees the end of every one.
         logging.getLogger(audit.NAME).addFilter(lambda record: not str(record.args).startswith("('session-"))
         if start["functions"]:
@@ -347,8 +351,8 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
         shared = memoryview(mapped(descriptors[1]))
         os.close(descriptors[1])
         uploads: SharedUploads | None = None
-        if len(descriptors) > 2:
-            uploads = SharedUploads(ControlChannel(socket.socket(fileno=descriptors[2])), start["blob_bytes"])
+        if len(descriptors) > 3:
+            uploads = SharedUploads(ControlChannel(socket.socket(fileno=descriptors[3])), start["blob_bytes"])
         process = SessionProcess(control, shared, start, uploads)
         control.send({"up": os.getpid()})
         process.run()

@@ -15,6 +15,7 @@ from skyproxy_server.blobs import BlobStore
 from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.isolation.cgroups import CgroupBounds, Cgroups
+from skyproxy_server.isolation.session_log import SessionLog
 from skyproxy_server.isolation.session_user import SessionUser
 from skyproxy_server.isolation.session_users import SessionUsers, SessionUsersUnavailableError
 from skyproxy_server.isolation.slots import ConnectionSlots, mapped, new_memory
@@ -162,7 +163,11 @@ class SessionStarter:
             uploads: tuple[ControlChannel, UploadDesk] | None = None
             memory = new_memory()
             theirs.callback(os.close, memory)
-            descriptors = [end.fileno(), memory]
+            output, written = os.pipe()
+            log = SessionLog(identity, output)
+            ours.callback(log.close)
+            theirs.callback(os.close, written)
+            descriptors = [end.fileno(), memory, written]
             if self._blobs is not None:
                 channel, end = ControlChannel.pair()
                 ours.callback(channel.close)
@@ -203,6 +208,7 @@ class SessionStarter:
                 self._watchers.on_end,
                 self._watchers.on_message,
                 resume,
+                log,
             )
             ours.pop_all()
         self._template.note_success()

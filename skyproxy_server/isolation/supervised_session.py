@@ -20,6 +20,7 @@ from skyproxy.transport.stream import remaining
 from skyproxy_server.auth import Identity
 from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
 from skyproxy_server.endings import ProcessEnding
+from skyproxy_server.isolation.session_log import SessionLog
 from skyproxy_server.isolation.session_words import Allowance, ProcessReport, count, seconds
 from skyproxy_server.isolation.slots import ConnectionSlots
 from skyproxy_server.isolation.uploads import UploadDesk
@@ -76,6 +77,7 @@ class SupervisedSession:
         on_end: Callable[[SupervisedSession], None],
         on_message: Callable[[SupervisedSession, dict[str, object]], bool],
         resume: Resume = Resume(),
+        log: SessionLog | None = None,
     ) -> None:
         self.identity = identity
         self.client = client
@@ -89,6 +91,7 @@ class SupervisedSession:
         self.slots = slots
         self._control = control
         self._uploads = uploads
+        self._log = log
         self._on_end = on_end
         self._on_other = on_message
         self._why = ""
@@ -335,13 +338,13 @@ class SupervisedSession:
                 act(self.pid)
 
     def _watch(self) -> None:
-        answers: dict[int, tuple[ControlChannel, Callable[[], None]]] = {
-            self._control.fileno(): (self._control, self._on_message)
-        }
+        answers: dict[int, Callable[[], object]] = {self._control.fileno(): self._on_message}
         if self._uploads is not None:
             channel, desk = self._uploads
-            answers[channel.fileno()] = channel, partial(desk.answer, channel)
+            answers[channel.fileno()] = partial(desk.answer, channel)
         poll = select.poll()
+        if self._log is not None:
+            answers[self._log.fileno()] = partial(self._take_output, self._log, poll)
         for descriptor in (self.pidfd, *answers):
             poll.register(descriptor, select.POLLIN)
         allowance = Allowance()
@@ -351,7 +354,7 @@ class SupervisedSession:
                 break
             for descriptor in ready:
                 try:
-                    answers[descriptor][1]()
+                    answers[descriptor]()
                 except TimeoutError:
                     continue
                 except Exception as error:  # whatever was said: who waits for the process's end must not end
@@ -361,6 +364,10 @@ class SupervisedSession:
                     if not self._ends_within(REAP_SECONDS):
                         self.kill("it broke its control channel")
         self._reap()
+
+    def _take_output(self, log: SessionLog, poll: select.poll) -> None:
+        if not log.take():  # all that could write have closed it, and may live
+            poll.unregister(log.fileno())
 
     def _ends_within(self, limit_seconds: float) -> bool:
         poll = select.poll()
@@ -444,6 +451,8 @@ class SupervisedSession:
             channel, desk = self._uploads
             channel.close()
             desk.close()
+        if self._log is not None:
+            self._log.close()
         self._on_end(self)
         self.release()
 

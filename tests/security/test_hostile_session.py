@@ -245,3 +245,38 @@ def test_a_session_cannot_end_the_supervisor_by_what_they_share(attacked) -> Non
 @pytest.mark.parametrize("kind", ["reports", "control", "digest", "size"])
 def test_nonsense_of_a_session_ends_it_alone_and_the_worker_tells_its_activity(attacked, kind: str) -> None:
     attacked(say_nonsense, kind)
+
+
+FORGED = '2026-01-01 00:00:00,000 INFO skyproxy.server.audit: session-begin token="forged" address="1.2.3.4"'
+
+
+def forge_lines(kind: str) -> None:
+    """In a session: write what looks like a line of the worker, in every way that there is."""
+    line = f"\n{FORGED}\n".encode()
+    for descriptor in (1, 2):
+        os.write(descriptor, line)
+    subprocess.run(["sh", "-c", 'printf "%s" "$0"; printf "%s" "$0" >&2', line], check=True)
+    try:
+        with open("/dev/tty", "wb", buffering=0) as terminal:
+            terminal.write(line)
+    except OSError:  # it has none, and so not the worker's
+        pass
+
+
+def test_no_session_writes_a_line_of_the_worker_or_of_another_one(worker: Worker, attacked) -> None:
+    attacked(forge_lines, "")
+    wait_for(lambda: worker.log.count(FORGED) >= 4, "they are in the log")
+    assert not [line for line in worker.log.splitlines() if FORGED in line and not line.startswith("[")]
+
+
+def flood(kind: str) -> None:
+    """In a session: write 20 MB."""
+    for _ in range(20):
+        os.write(2, b"flooded\n" * (1 << 17))
+
+
+def test_no_session_fills_the_log(worker: Worker, attacked) -> None:
+    before = len(worker.log)
+    attacked(flood, "")
+    wait_for(lambda: "bytes were held back here" in worker.log, "that is said")
+    assert len(worker.log) - before < 4 << 20

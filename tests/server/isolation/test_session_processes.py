@@ -115,7 +115,7 @@ def test_lines_of_the_log_name_their_session(worker: Worker, sessions) -> None:
     node = sessions()
     node.run(abs, -1)
     identity = node._session.welcome.session
-    assert f"[{identity[:8]}]" in worker.log
+    wait_for(lambda: f"\n[{identity[:8]}] " in worker.log, "the line comes")
 
 
 # --- what a session does to itself -----------------------------------------------------------------------------------
