@@ -41,12 +41,14 @@ class Bounds:
         connections: how many, past their handshake.
         memory_bytes: of one session's process.
         blob_bytes: kept uploads.
+        snapshot_bytes: snapshots on the worker's volume, the newest of each name.
     """
 
     sessions: int | None = None
     connections: int | None = None
     memory_bytes: int | None = None
     blob_bytes: int | None = None
+    snapshot_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,10 @@ def client_of(transport: object) -> Identity:
 class Authenticator(Protocol):
     """Knows tokens."""
 
+    @property
+    def several(self) -> bool:
+        """True if there may be clients with different tokens, whatever the name of one of them is."""
+
     def identify(self, headers: Sequence[str]) -> Identity | None:
         """Return who sends these `Authorization` headers; None for a stranger."""
 
@@ -114,6 +120,8 @@ class Authenticator(Protocol):
 
 class TokenCheck:
     """Knows one token forever; tells in constant time whether somebody else does."""
+
+    several = False
 
     def __init__(self, token: str) -> None:
         self._expected = checked(token).encode()

@@ -56,7 +56,7 @@ class UploadStore(Protocol):
 
     def __len__(self) -> int: ...
 
-    def stats(self) -> dict[str, int]: ...
+    def stats(self, owner: str = "") -> dict[str, int]: ...
 
     def start(self, byte_count: int, user: str, owner: str = "", most_bytes: int | None = None) -> Keeping | None: ...
 
@@ -160,7 +160,7 @@ class BlobStore:
         self._backend: BlobBackend = backend if backend is not None else MemoryBackend()
         self._blobs: OrderedDict[bytes, _Blob] = OrderedDict()
         self._held_bytes = 0
-        self._unhashed = 0
+        self._unhashed: Counter[str] = Counter()
         self._last_write = 0.0
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -176,17 +176,17 @@ class BlobStore:
     def __len__(self) -> int:
         return len(self._blobs)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self, owner: str = "") -> dict[str, int]:
         """Return how many blobs there are, their bytes, the most bytes there may be, and uploads that are not hashed
-        yet.
+        yet: of one owner, where uploads are not shared; else of all.
         """
         with self._lock:
-            return {
-                "blobs": len(self._blobs),
-                "bytes": self._held_bytes,
-                "max_bytes": self.max_bytes,
-                "unhashed": self._unhashed,
-            }
+            if owner and not self.shared:
+                count, held = sum(owner in blob.owners for blob in self._blobs.values()), self._held_by[owner]
+                unhashed = self._unhashed[owner]
+            else:
+                count, held, unhashed = len(self._blobs), self._held_bytes, self._unhashed.total()
+            return {"blobs": count, "bytes": held, "max_bytes": self.max_bytes, "unhashed": unhashed}
 
     def start(self, byte_count: int, user: str, owner: str = "", most_bytes: int | None = None) -> Incoming | None:
         """Begins to keep an upload; None where there is no room. Nothing is reserved until bytes come.
@@ -319,7 +319,7 @@ class BlobStore:
 
     def _complete(self, incoming: Incoming) -> None:
         with self._lock:
-            self._unhashed += 1
+            self._unhashed[incoming.owner] += 1
         self._finished.put(incoming)
 
     def _drop(self, incoming: Incoming) -> None:
@@ -344,7 +344,7 @@ class BlobStore:
                 self._drop(incoming)
             finally:
                 with self._lock:
-                    self._unhashed -= 1
+                    self._unhashed[incoming.owner] -= 1
 
     def _name(self, incoming: Incoming) -> None:
         assert incoming.pending is not None, "sealed, so it was begun"

@@ -75,8 +75,8 @@ def stats(session: SessionState) -> dict[str, int]:
 
 @_control
 def blob_stats(session: SessionState) -> dict[str, int] | None:
-    """Return what this worker keeps of uploads, all sessions together; None where it keeps nothing."""
-    return session.transfers.blobs.stats() if session.transfers.blobs is not None else None
+    """Return what this worker keeps of uploads, all sessions of a token together; None where it keeps nothing."""
+    return session.transfers.blob_stats()
 
 
 @_control

@@ -226,7 +226,10 @@ class Listener:
     def _watch_tokens(self) -> None:
         """Takes note of new tokens, and ends what belongs to those that are revoked or have expired."""
         while not self._stopping.wait(self._settings.token_poll_seconds):
-            self._tokens.refresh()
+            try:
+                self._tokens.refresh()
+            except Exception:  # without this thread, no token would be revoked any more
+                logger.exception("the tokens could not be looked at; they are left as they were")
             with self._lock:
                 transports = list(self._transports)
             for transport in transports:

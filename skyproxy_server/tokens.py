@@ -8,6 +8,7 @@ A file's first line is the token. Lines behind it say what it allows:
     connections: 16
     memory: 8GiB
     uploads: 2GiB
+    snapshots: 50GiB
 
 In a directory, a file's name is the token's name, and names that begin with a dot are skipped: so a mounted Secret of
 Kubernetes, which is replaced by exchanging a symbolic link, is such a directory.
@@ -44,6 +45,8 @@ logger = logging.getLogger("skyproxy.server")
 _MAX_FILE_BYTES = 16 << 10
 _MAX_TOKENS = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_COUNT = re.compile(r"[0-9]{1,9}")
+_SIZES = {"memory": "memory_bytes", "uploads": "blob_bytes", "snapshots": "snapshot_bytes"}
 _LOOK_AGAIN_SECONDS = 1.0
 """The interval at which wrong tokens may cause a look at the files: a new one is accepted at once."""
 
@@ -180,21 +183,35 @@ class Tokens:
         entries: dict[str, _Entry] = {}
         problems: list[str] = []
         owners: dict[bytes, str] = {}
-        for name, text in texts.items():
+        spellings: dict[str, str] = {}
+        # Those that are known first: what comes beside them is what is refused.
+        for name, text in sorted(texts.items(), key=lambda item: item[0] not in self._entries):
             where = f"The token file {self._path / name if self.several else self._path}"
             try:
                 entry = _parse_entry(name, text, where)
                 if entry.secret in owners:
                     raise ConfigurationError(f"{where} holds the same token as {owners[entry.secret]}. Make another.")
+                # Some volumes do not tell them apart: either would have the other's snapshots.
+                if name.casefold() in spellings:
+                    raise ConfigurationError(
+                        f"{where} has a name that differs from {spellings[name.casefold()]} in capitals only. Choose "
+                        "another."
+                    )
             except ConfigurationError as error:
                 problems.append(str(error))
                 if name not in self._entries:
                     continue
                 entry = self._entries[name]
             owners[entry.secret] = name
+            spellings[name.casefold()] = name
             entries[name] = entry
         if not self.several and not entries:
             return problems
+        # A former token that another name has now is that one's alone: it may allow less.
+        self._former = {
+            name: [old for old in former if owners.get(old.secret, name) == name]
+            for name, former in self._former.items()
+        }
         for name, before in self._entries.items():
             after = entries.get(name)
             if after is None:
@@ -202,7 +219,9 @@ class Tokens:
                 logger.info("the token %s was revoked", name)
             elif after.secret != before.secret:
                 kept = [old for old in self._former.get(name, []) if old.until > now and old.secret != after.secret]
-                self._former[name] = [*kept, _SupersededTokens(before.secret, now + self._overlap_seconds)]
+                if before.secret not in owners:
+                    kept.append(_SupersededTokens(before.secret, now + self._overlap_seconds))
+                self._former[name] = kept
                 logger.info(
                     "the token %s was replaced; the former one is accepted for %g s", name, self._overlap_seconds
                 )
@@ -250,15 +269,15 @@ def _parse_entry(name: str, text: bytes, where: str) -> _Entry:
             scopes = _scopes(value, where)
         elif key == "expires" and colon:
             expires = _moment(value, where)
-        elif key in ("sessions", "connections") and value.isdigit():
+        elif key in ("sessions", "connections") and _COUNT.fullmatch(value):
             bounds[key] = int(value)
-        elif key in ("memory", "uploads") and value:
-            bounds["memory_bytes" if key == "memory" else "blob_bytes"] = size_bytes(value, f"{where}: {key}")
+        elif key in _SIZES and value:
+            bounds[_SIZES[key]] = size_bytes(value, f"{where}: {key}")
         else:
             raise ConfigurationError(
                 f"{where} has an unknown line after its token: {key!r:.40}. Use 'scopes: operations, "
-                "functions, admin', 'expires: 2027-01-31', 'sessions: 4', 'connections: 16', 'memory: 8GiB' or "
-                "'uploads: 2GiB'."
+                "functions, admin', 'expires: 2027-01-31', 'sessions: 4', 'connections: 16', 'memory: 8GiB', "
+                "'uploads: 2GiB' or 'snapshots: 50GiB'."
             )
     return _Entry(Identity(name, scopes, Bounds(**bounds), expires), secret.encode())
 

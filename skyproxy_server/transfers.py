@@ -299,6 +299,10 @@ class Transfers:
 
     # --- offers ------------------------------------------------------------------------------------------------------
 
+    def blob_stats(self) -> dict[str, int] | None:
+        """Return what is kept of this client's uploads; None where nothing is."""
+        return self.blobs.stats(self._owner) if self.blobs is not None else None
+
     def challenge(self, offer: Offer) -> bytes:
         """Return a nonce where the client must show that it has what it offers; else nothing.
 

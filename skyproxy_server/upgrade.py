@@ -14,7 +14,7 @@ from skyproxy.errors import ProtocolError
 from skyproxy.transport.http_head import SILENT_LOGGER, read_head
 from skyproxy.transport.stream import ByteStream, remaining, write_all
 from skyproxy_server import audit
-from skyproxy_server.auth import ADMIN, OPERATIONS, OWNER, Authenticator, Identity
+from skyproxy_server.auth import ADMIN, OPERATIONS, Authenticator, Identity
 from skyproxy_server.health import (
     activity_response,
     answer,
@@ -134,9 +134,7 @@ class Upgrader:
             return http_response(HTTPStatus.UNAUTHORIZED, "wrong token", {"WWW-Authenticate": "Bearer"})
         if is_status(request.path):  # with any scope: it decides what is told
             return status_response(self._status(identity))
-        if (
-            is_ending(request.path) and identity.name != OWNER.name
-        ):  # with several clients, none may end it for the others
+        if is_ending(request.path) and self._token.several:  # none may end it for the others
             audit.note(identity, "refused", peer=peer, reason="only the worker's own token says that it is ended")
             return http_response(HTTPStatus.FORBIDDEN, f"the token {identity.name} is one of several")
         scope = ADMIN if is_activity(request.path) or is_ending(request.path) else OPERATIONS

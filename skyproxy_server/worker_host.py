@@ -446,7 +446,7 @@ class WorkerHost:
             limits["snapshots"] = 1
             limits["blake3"] = int(hashes.fastest() == hashes.BLAKE3)
         if self._blobs is not None:
-            limits.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
+            limits.update(blob_bytes=self._blobs.max_bytes, blobs=int(len(self._blobs) > 0))
         if session.lasting is not None:
             limits["grace_seconds"] = int(session.lasting.grace_seconds)
         return Welcome(0, session.identity, self._software, list(map(dict, self._devices)), limits)

@@ -209,7 +209,9 @@ class WorkerSession:
 
     def use_snapshots(self, root: Path | str) -> None:
         """Let the client save what the session is in a place of the worker's."""
-        self._executor.state.snapshots = SessionSnapshots(root, self.client.name, self._jump, self._settings)
+        self._executor.state.snapshots = SessionSnapshots(
+            root, self.client.name, self._jump, self._settings, self.client.bounds.snapshot_bytes
+        )
 
     def _jump(self, sequence: int) -> None:
         self._transport.connection.jump_to(sequence)

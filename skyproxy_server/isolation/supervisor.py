@@ -216,7 +216,7 @@ class ProcessHost:
         offers = {"functions": int(self._starter.runs_functions(session.client)), "cancels": 1}
         offers["isolates"] = offers["passes_payloads"] = offers["functions"]
         if self._blobs is not None:
-            offers.update(blob_bytes=self._blobs.max_bytes, blobs=len(self._blobs))
+            offers.update(blob_bytes=self._blobs.max_bytes, blobs=int(len(self._blobs) > 0))
         if self._starter.snapshots():
             offers["snapshots"] = 1
         if session.resume.grace_seconds:

@@ -204,7 +204,7 @@ class UploadDesk:
         if what == "start":
             return self._start(count(question["size"]))
         if what == "stats":
-            return dict(self._store.stats()), []
+            return dict(self._store.stats(self._owner)), []
         incoming = self._drafts.pop(count(question["number"]), None)
         if incoming is not None:
             self._end(incoming, whole=what == "finish")
@@ -315,7 +315,7 @@ class SharedUploads:
                 self._channel = None  # a late answer must not pass for that of another question
                 return {}, []
 
-    def stats(self) -> dict[str, int]:
+    def stats(self, owner: str = "") -> dict[str, int]:
         empty = {"blobs": 0, "bytes": 0, "max_bytes": self.max_bytes, "unhashed": 0}
         return {**empty, **self.ask({"do": "stats"})[0]}
 

@@ -76,6 +76,7 @@ class JobsConnection:
 
     def _on_request(self, message: JobRequest) -> None:
         try:
+            self._store()  # whatever is asked: who may have no jobs is told that
             value, buffers = self._actions[message.action](message.value, message.buffers)
             answer = JobAnswer(message.request, "", value, buffers)
         except LookupError as error:

@@ -172,8 +172,9 @@ class CopiesIn:
             self.end()
             raise SnapshotError(
                 f"the snapshot {name!r} was not brought here: the snapshots of this token would have more than "
-                f"{self._most_bytes:,} bytes on this volume (SKYPROXY_MAX_BROUGHT_SNAPSHOT_BYTES). Nothing of it is "
-                "kept, and those before it are untouched. Delete what is not needed, or have the bound raised"
+                f"{self._most_bytes:,} bytes on this volume (SKYPROXY_MAX_BROUGHT_SNAPSHOT_BYTES, or `snapshots` in "
+                "the token's file). Nothing of it is kept, and those before it are untouched. Delete what is not "
+                "needed, or have the bound raised"
             )
         try:
             return self._draft.put_piece(memoryview(content))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from skyproxy.errors import SnapshotError
-from skyproxy.snapshots.folder import SnapshotFolder
+from skyproxy.snapshots.folder import SnapshotFolder, is_name
 from skyproxy.snapshots.stores import FileStore
 
 
@@ -31,19 +31,19 @@ def list_rows(
     return rows
 
 
-def used_bytes(rows: list[dict[str, object]], but_for: str) -> int:
-    """Return the bytes of the newest snapshot of each name, but for one."""
+def used_bytes(rows: list[dict[str, object]], but_for: str, least_bytes: int = 0) -> int:
+    """Return the bytes of the newest snapshot of each name, but for one; each counts some at least."""
     newest: dict[str, int] = {}
     for row in rows:
         name, size = row["name"], row.get("bytes")
         if isinstance(name, str) and isinstance(size, int):
-            newest.setdefault(name, size)
+            newest.setdefault(name, max(size, least_bytes))
     newest.pop(but_for, None)
     return sum(newest.values())
 
 
 def _names(root: FileStore) -> list[str]:
     try:
-        return [name for name in root.places() if not name.startswith(".")]
+        return [name for name in root.places() if is_name(name)]
     except OSError:
         return []

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.errors import ProtocolError
+from skyproxy.errors import ProtocolError, SnapshotError
 from skyproxy.settings import Settings
 from skyproxy.snapshots.folder import MAX_NAMES_BYTES, Loaded, SnapshotFolder, check_name
 from skyproxy.snapshots.hashes import SHA256, chosen
@@ -31,6 +31,8 @@ from skyproxy_server.snapshots.writing import CopyBuffers, WritingJob
 
 T = TypeVar("T")
 _THREADS = 4
+_LEAST_BYTES = 64 << 10
+"""The bytes that a snapshot counts at least where a token has a bound: its files take some, whatever is in them."""
 
 
 class SessionSnapshots:
@@ -41,11 +43,20 @@ class SessionSnapshots:
         owner: the name of the session's token.
         jump: has the session's connection count its batches from a number on.
         settings: limits.
+        most_bytes: what the snapshots of this token may have, the newest of each name; None: as much as there is.
     """
 
-    def __init__(self, root: Path | str, owner: str, jump: Callable[[int], None], settings: Settings) -> None:
+    def __init__(
+        self,
+        root: Path | str,
+        owner: str,
+        jump: Callable[[int], None],
+        settings: Settings,
+        most_bytes: int | None = None,
+    ) -> None:
         self._root = place_of(open_store(root), owner)
         self._jump = jump
+        self._most_bytes = most_bytes
         self._max_handles = settings.max_handles
         self._stall_seconds = settings.snapshot_stall_seconds
         self._saved_days = settings.saved_session_days
@@ -64,12 +75,34 @@ class SessionSnapshots:
             self._claimed,
             self._threads,
             self._volume,
-            settings.max_brought_snapshot_bytes,
-            lambda name: used_bytes(list_rows(self._root, "", self._volume.note_progress), name),
+            settings.max_brought_snapshot_bytes if most_bytes is None else most_bytes,
+            self._used_bytes,
         )
 
     def _folder(self, name: str) -> SnapshotFolder:
         return SnapshotFolder(self._root.child(check_name(name)), self._writer)
+
+    def _used_bytes(self, but_for: str) -> int:
+        rows = list_rows(self._root, "", self._volume.note_progress)
+        return used_bytes(rows, but_for, 0 if self._most_bytes is None else _LEAST_BYTES)
+
+    def _refuse_too_many(self, state: SessionState, name: str, byte_count: int) -> None:
+        """Refuse a snapshot of so many bytes where its token would have more than it may.
+
+        Raises:
+            SnapshotError: it would, or the volume hangs.
+        """
+        if self._most_bytes is None:
+            return
+        with state.idle():  # waiting for the disk computes nothing
+            used = self._volume.run("listing the snapshots", lambda: self._used_bytes(name))
+        used += sum(job.byte_count for job in self._jobs if job.name != name)
+        if used + max(byte_count, _LEAST_BYTES) > self._most_bytes:
+            raise SnapshotError(
+                f"the snapshot {name!r} has {byte_count:,} bytes, and others of this token have {used:,}; it may have "
+                f"{self._most_bytes:,} on this volume (`snapshots` in the token's file). Nothing was written, and the "
+                "session goes on. Delete what is not needed, or have the bound raised"
+            )
 
     def _read(self, state: SessionState, name: str, number: str) -> Loaded:
         """Read a snapshot, for as long as the volume gives something."""
@@ -101,6 +134,7 @@ class SessionSnapshots:
         if self._volume.is_stuck or (self._jobs and self._jobs[0].is_stalled(self._stall_seconds)):
             raise hangs(self._stall_seconds)
         captured = capture(state, slots)
+        self._refuse_too_many(state, name, sum(storage.numel() for storage in captured.storages))
         job = WritingJob(captured, folder, self._claimed, self._buffers, self._threads, names, chosen(wish))
         self._jobs.append(job)
         self._writer_thread.submit(job.write)

@@ -112,6 +112,8 @@ class WritingJob:
 
     Attributes:
         answer: what the client is told in the end.
+        name: of the snapshot.
+        byte_count: the bytes of its storages.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class WritingJob:
         self._document = captured.document
         self._sizes = [storage.numel() for storage in captured.storages]
         self._piece_count = piece_count(captured.storages)
+        self.name, self.byte_count = folder.name, sum(self._sizes)
         self._folder = folder
         self._claimed = claimed
         self._buffers = buffers

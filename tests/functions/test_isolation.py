@@ -125,6 +125,48 @@ def test_what_a_function_leaves_running_ends_with_it(node: skyproxy.Node) -> Non
     wait_for(lambda: is_gone(left), "what it had started has ended", WAIT_SECONDS)
 
 
+def take_memory_away(tensor: torch.Tensor) -> list[str]:
+    """Make every file shorter that this process has open or mapped; what came of it."""
+    found = []
+    for folder in ("/proc/self/fd", "/proc/self/map_files"):
+        for name in os.listdir(folder):
+            path = f"{folder}/{name}"
+            try:
+                if "/memfd:" in os.readlink(path):
+                    os.truncate(path, 0)
+                    found.append("done")
+            except OSError as error:
+                found.append(type(error).__name__)
+    tensor.add_(1)
+    return found
+
+
+def test_a_function_cannot_take_memory_away_that_it_was_lent(node: skyproxy.Node, sky: str) -> None:
+    given = torch.arange(4.0, device=sky)
+    assert "done" not in isolated(node, take_memory_away, given)
+    assert given.tolist() == [1, 2, 3, 4]
+
+
+def open_files() -> set[str]:
+    """What this process has open: each socket, pipe and file in memory by its number."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.stat(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if not os.readlink(f"/proc/self/fd/{name}").startswith(("/", "anon_inode")):
+            found.add(f"{status.st_dev}:{status.st_ino}")
+    return found
+
+
+def test_a_functions_process_has_no_descriptor_of_its_session(node: skyproxy.Node, sky: str) -> None:
+    torch.arange(4.0, device=sky).sum().item()
+    of_session = node.run(open_files)
+    assert len(of_session) > 3
+    assert not of_session & isolated(node, open_files)
+
+
 def test_changes_in_place_are_seen_through_every_view(node: skyproxy.Node, sky: str) -> None:
     whole = torch.zeros(2, 3, device=sky)
     column = whole[:, 1]

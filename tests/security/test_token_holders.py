@@ -18,8 +18,10 @@ import skyproxy
 from skyproxy.errors import SkyproxyError, UnknownNameError
 from skyproxy.jobs.link import JobLink, job_rows
 from skyproxy.node import Node
+from skyproxy.protocol.messages import BULK, FUNCTIONS, OPERATIONS, Hello
 from skyproxy_server.limits import are_sessions_separable
 from tests.integration.programs import wait_for
+from tests.security.raw_client import RawClient
 from tests.server.isolation.interpreters import public_interpreter
 from tests.server.isolation.test_session_users import may_give_users, some_numbers
 from tests.server.isolation.workers import Worker
@@ -119,6 +121,19 @@ def test_snapshots_of_another_token_are_not_listed_or_deleted(victim: Victim, ma
         with contextlib.suppress(SkyproxyError):
             assert mallory._session.call("delete_snapshot", name, number) is False
     assert {row["name"] for row in victim.alice._session.call("list_snapshots", "")} == there
+
+
+@pytest.mark.parametrize("role", [OPERATIONS, BULK, FUNCTIONS])
+def test_nobody_of_another_token_joins_a_session_or_takes_it_up(victim: Victim, role: str) -> None:
+    welcome = victim.alice._session.welcome
+    assert welcome.secret
+    for secret in (welcome.secret, b"", bytes(32)):
+        stranger = RawClient(victim.worker.port, MALLORY)
+        if role != OPERATIONS or secret:
+            assert not stranger.greet(Hello([1], role, welcome.session, {}, 0, secret), 20)
+            assert stranger.goodbye == "no-such-session"
+        stranger.cut()
+    assert victim.alice.get("model").tolist() == VALUES
 
 
 @pytest.mark.parametrize("name", ["night", "../alice/night", "alice/night", "/etc", "", "\x00"], ids=repr)

@@ -25,6 +25,7 @@ from skyproxy.settings import Settings
 from skyproxy.transport.websocket import connect_websocket
 from skyproxy_server import audit
 from skyproxy_server.certificates import Certificate
+from skyproxy_server.jobs.store import Jobs
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.tokens import Tokens
 from skyproxy_server.worker_host import WorkerHost
@@ -32,6 +33,7 @@ from skyproxy_server.worker_host import WorkerHost
 CODE = "code-0123456789abcdef0123456789"
 MATH = "math-0123456789abcdef0123456789"
 PROBE = "probe-0123456789abcdef012345678"
+NAMESAKE = "namesake-0123456789abcdef012345"
 SETTINGS = Settings(close_timeout_seconds=0.3, token_poll_seconds=0.01, max_sessions=8, max_sessions_per_client=3)
 CPU = {"type": "cpu", "index": 0, "name": "cpu"}
 
@@ -110,8 +112,12 @@ def test_activity_is_for_the_scope_admin(listener: Listener) -> None:
     assert [activity(listener, token) for token in (PROBE, CODE, MATH, "wrong" * 5)] == [200, 200, 403, 401]
 
 
-def test_no_token_of_several_says_that_the_worker_is_ended_for_good(listener: Listener) -> None:
+def test_no_token_of_several_says_that_the_worker_is_ended_for_good(folder: Path, listener: Listener) -> None:
     assert [activity(listener, token, "/ending") for token in (PROBE, CODE, MATH, "wrong" * 5)] == [403, 403, 403, 401]
+    # Nor one of the name that the only token of a worker has.
+    put(folder / "token", NAMESAKE)
+    listener._tokens.refresh()
+    assert [activity(listener, NAMESAKE, path) for path in ("/activity", "/ending")] == [200, 403]
 
 
 def test_nobody_joins_the_session_of_another_token(listener: Listener) -> None:
@@ -163,6 +169,52 @@ def test_sessions_of_a_revoked_token_end_and_say_why(folder: Path, listener: Lis
         assert torch.ones(3, device=other.device("cpu")).sum().item() == 3
     with pytest.raises(AuthenticationError):
         skyproxy.connect(url(listener), token=CODE)
+
+
+def test_every_connection_of_a_revoked_token_ends(folder: Path) -> None:
+    jobs = Jobs(None, SETTINGS)
+    host = WorkerHost([CPU], SETTINGS, functions=True)
+    listener = serve("127.0.0.1", 0, Tokens(folder), host, settings=SETTINGS, jobs=jobs)
+    try:
+        operations, welcome = connect_websocket(url(listener), CODE, Hello([1], "operations", "", {}, 60))
+        others = [
+            connect_websocket(url(listener), CODE, hello("" if role == "jobs" else welcome.session, role))[0]
+            for role in ("bulk", "functions", "jobs")
+        ]
+        (folder / "coder").unlink()
+        for transport in (operations, *others):
+            with pytest.raises(SessionLostError, match="token coder was revoked"):
+                transport.recv(10)
+        # What is open for its client to come back is over, too, and the token is none any more.
+        with pytest.raises(AuthenticationError):
+            connect_websocket(url(listener), CODE, Hello([1], "operations", welcome.session, {}, 60, welcome.secret))
+        put(folder / "coder", CODE)
+        listener._tokens.refresh()
+        with pytest.raises(ConnectError, match="no such session"):
+            connect_websocket(url(listener), CODE, Hello([1], "operations", welcome.session, {}, 60, welcome.secret))
+    finally:
+        listener.close()
+        jobs.close()
+
+
+def test_a_token_is_revoked_although_its_files_could_not_be_looked_at_once(
+    folder: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+    refresh = Tokens.refresh
+
+    def fail_once(tokens: Tokens) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise ValueError("what nobody thought of")
+        refresh(tokens)
+
+    operations, _ = connect_websocket(url(listener), CODE, hello())
+    monkeypatch.setattr(Tokens, "refresh", fail_once)
+    assert failed.wait(10)
+    (folder / "coder").unlink()
+    with pytest.raises(SessionLostError, match="was revoked"):
+        operations.recv(10)
 
 
 def test_sessions_outlive_the_replacement_of_their_token(folder: Path, listener: Listener) -> None:

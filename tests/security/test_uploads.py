@@ -73,6 +73,18 @@ def test_a_known_hash_yields_nothing_of_another_token(store: BlobStore) -> None:
     assert not mallory.arrival(7, SIZE).finished()  # its bytes are awaited, as of one that nobody has
 
 
+def test_how_much_is_kept_is_told_of_a_tokens_own_uploads(store: BlobStore) -> None:
+    upload(store, "alice")
+    upload(store, "bob", SECRET[::-1])
+    upload(store, "bob", SECRET)
+    told = {owner: Transfers(SIZE, blobs=store, owner=owner).blob_stats() for owner in ("alice", "bob", "mallory", "")}
+    of_all = 2 if store.shared else 3
+    expected = dict.fromkeys(told, of_all) if store.shared else {"alice": 1, "bob": 2, "mallory": 0, "": of_all}
+    for owner, stats in told.items():
+        assert stats is not None
+        assert (stats["blobs"], stats["bytes"]) == (expected[owner], expected[owner] * SIZE)
+
+
 def test_whoever_has_shared_content_shows_that_and_gets_it() -> None:
     store = BlobStore(10 * SIZE, shared=True)
     upload(store, "alice")

@@ -58,13 +58,14 @@ def test_one_file_is_one_token_with_all_scopes(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_named_tokens_with_scopes_and_bounds(tmp_path: Path) -> None:
-    put(tmp_path / "ci", f"{ONE}\nscopes: operations\nsessions: 4\nconnections: 12\nmemory: 8GiB\nuploads: 512 MiB\n")
+    bounded = "sessions: 4\nconnections: 12\nmemory: 8GiB\nuploads: 512 MiB\nsnapshots: 1GiB"
+    put(tmp_path / "ci", f"{ONE}\nscopes: operations\n{bounded}\n")
     put(tmp_path / "alice", f"{TWO}\n# runs code\nscopes: functions\n")
     put(tmp_path / "probe", f"{THREE}\nscopes: admin\n")
     (tmp_path / "..data").mkdir()
     tokens = Tokens(tmp_path)
     assert tokens.names == ["alice", "ci", "probe"]
-    bounds = Bounds(4, 12, 8 << 30, 512 << 20)
+    bounds = Bounds(4, 12, 8 << 30, 512 << 20, 1 << 30)
     assert tokens.identify(bearer(ONE)) == Identity("ci", frozenset({"operations"}), bounds)
     alice = tokens.identify(bearer(TWO))
     assert alice is not None
@@ -90,6 +91,8 @@ def test_an_identity_travels_as_plain_data() -> None:
         (f"{ONE}\nscopes:", "scopes"),
         (f"{ONE}\nexpires: soon", "'soon'"),
         (f"{ONE}\nsessions: -1", "'sessions'"),
+        (f"{ONE}\nsessions: \u00b2", "'sessions'"),
+        (f"{ONE}\nconnections: {'9' * 5000}", "'connections'"),
         (f"{ONE}\nmemory: much", "memory='much' is not a size"),
         (f"{ONE}\n{TWO}", "an unknown line after its token"),
     ],
@@ -129,6 +132,43 @@ def test_two_names_for_one_token_are_refused(tmp_path: Path) -> None:
     put(tmp_path / "b", ONE)
     with pytest.raises(ConfigurationError, match="same token as a"):
         Tokens(tmp_path)
+
+
+def test_names_that_differ_in_capitals_only_are_refused(tmp_path: Path) -> None:
+    put(tmp_path / "alice", ONE)
+    tokens = Tokens(tmp_path)
+    put(tmp_path / "Alice", TWO)
+    if len(list(tmp_path.iterdir())) < 2:
+        pytest.skip("this file system has one file for both")
+    with pytest.raises(ConfigurationError, match="in capitals only"):
+        Tokens(tmp_path)
+    tokens.refresh()
+    assert [name_of(tokens, token) for token in (ONE, TWO)] == ["alice", None]
+
+
+def test_a_former_token_under_another_name_has_the_rights_of_that_name(tmp_path: Path, clock: Clock) -> None:
+    for name in ("aaa", "zzz"):  # before the other one, and after it
+        put(tmp_path / "ci", ONE)
+        tokens = Tokens(tmp_path, clock=clock)
+        put(tmp_path / "ci", TWO)
+        put(tmp_path / name, f"{ONE}\nscopes: operations")
+        tokens.refresh()
+        assert name_of(tokens, ONE) == name
+        put(tmp_path / name, f"{THREE}\nscopes: operations")
+        tokens.refresh()
+        assert name_of(tokens, ONE) == name
+        (tmp_path / name).unlink()
+
+
+def test_a_token_that_was_replaced_long_before_is_given_to_another_name(tmp_path: Path, clock: Clock) -> None:
+    put(tmp_path / "zzz", ONE)
+    tokens = Tokens(tmp_path, clock=clock)
+    put(tmp_path / "zzz", TWO)
+    tokens.refresh()
+    assert name_of(tokens, ONE) == "zzz"
+    put(tmp_path / "ci", f"{ONE}\nscopes: operations")
+    tokens.refresh()
+    assert name_of(tokens, ONE) == "ci"
 
 
 def test_a_replaced_token_is_accepted_for_a_while(tmp_path: Path, clock: Clock) -> None:

@@ -42,14 +42,22 @@ class Session:
         jumps: the numbers that its connection was to count from.
     """
 
-    def __init__(self, root: Path | str, owner: str = "token", *, ops: bool = True, **limits: float) -> None:
+    def __init__(
+        self,
+        root: Path | str,
+        owner: str = "token",
+        *,
+        ops: bool = True,
+        most_bytes: int | None = None,
+        **limits: float,
+    ) -> None:
         self.sent: list[Message] = []
         self.jumps: list[int] = []
         settings = dataclasses.replace(SETTINGS, **limits)
         self.transfers = Transfers(settings.chunk_bytes)
         self.executor = Executor(DEVICES, self.sent.append, self.transfers, settings)  # type: ignore[arg-type]
         self.state = self.executor.state
-        self.snapshots = SessionSnapshots(root, owner, self.jumps.append, settings)
+        self.snapshots = SessionSnapshots(root, owner, self.jumps.append, settings, most_bytes)
         self.state.snapshots = self.snapshots
         self.sequence = 0
         if ops:

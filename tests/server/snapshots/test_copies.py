@@ -43,3 +43,27 @@ def test_what_clients_bring_has_a_bound_for_each_token(tmp_path: Path) -> None:
     with Session(tmp_path, "another", max_brought_snapshot_bytes=10_000, ops=False) as session:
         assert session.call("begin_snapshot", "s", 1) is None
         assert len(session.call("write_snapshot_piece", bytes(9000))) == 32
+
+
+def test_the_snapshots_of_a_token_have_a_bound(tmp_path: Path) -> None:
+    megabyte = 1 << 20
+    with Session(tmp_path, ops=False, most_bytes=3 * megabyte) as session:
+        session.put(s1=torch.zeros(megabyte, dtype=torch.uint8))
+        for name in ("one", "two", "two"):  # again under the same name, in place of what is there
+            assert session.call("save_snapshot", name)["bytes"] == megabyte
+        session.put(s2=torch.zeros(megabyte, dtype=torch.uint8))
+        assert "`snapshots` in the token's file" in session.call("save_snapshot", "three")["message"]
+        assert session.call("save_snapshot", "two")["bytes"] == 2 * megabyte
+        assert session.call("begin_snapshot", "four", 1) is None
+        assert "`snapshots` in the token's file" in session.call("write_snapshot_piece", bytes(megabyte))["message"]
+        assert session.call("delete_snapshot", "two")
+        assert session.call("save_snapshot", "three")["bytes"] == 2 * megabyte
+    with Session(tmp_path, "another", ops=False, most_bytes=3 * megabyte) as session:
+        session.put(s1=torch.zeros(3 * megabyte, dtype=torch.uint8))
+        assert session.call("save_snapshot", "one")["bytes"] == 3 * megabyte
+
+
+def test_many_small_snapshots_of_a_token_have_a_bound_too(tmp_path: Path) -> None:
+    with Session(tmp_path, ops=False, most_bytes=1 << 18) as session:
+        answers = [session.call("save_snapshot", f"name{number}") for number in range(6)]
+        assert ["snapshot" in answer for answer in answers] == [True] * 4 + [False] * 2
