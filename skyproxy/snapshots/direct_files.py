@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyproxy.snapshots.stores import write_at
+from skyproxy.snapshots.sources import write_at
 
 ALIGNMENT = 4096
 """The number of which addresses and offsets are multiples where a file system writes without its cache."""

@@ -34,7 +34,8 @@ from skyproxy.snapshots.documents import (
 from skyproxy.snapshots.hashes import SHA256, piece_hash
 from skyproxy.snapshots.headers import PACK_NAME, hash_of, places_of, session_of
 from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, PackReader, PackWriter, pieces_in, pieces_of
-from skyproxy.snapshots.stores import SMALL_BYTES, FileStore, LocalStore
+from skyproxy.snapshots.sources import SMALL_BYTES
+from skyproxy.snapshots.stores import FileStore, LocalStore
 from skyproxy.torch_codec import byte_view
 
 MAGIC = b"skyproxy snapshot 1\n"

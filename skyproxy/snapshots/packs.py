@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from skyproxy.snapshots.direct_files import ALIGNMENT, DirectFile
 from skyproxy.snapshots.documents import refuse
 from skyproxy.snapshots.hashes import SHA256, PieceHash, piece_hash
-from skyproxy.snapshots.stores import FileStore, Source
+from skyproxy.snapshots.sources import Source
+from skyproxy.snapshots.stores import FileStore
 
 PIECE_BYTES = 4 << 20
 """Storages are hashed, and compared with what is there already, in pieces of this size."""

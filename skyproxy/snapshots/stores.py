@@ -10,9 +10,7 @@ import errno
 import os
 import random
 import secrets
-import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +28,7 @@ from skyproxy.snapshots.locks import (
     open_lock,
     share,
 )
+from skyproxy.snapshots.sources import MAX_READ_BYTES, NO_LINK, OPEN_FLAGS, PlainFile, Source, read_whole, refuse_more
 
 T = TypeVar("T")
 _URL_MARK = "://"
@@ -38,28 +37,6 @@ _PAUSE_SECONDS = 0.2
 """Before the second attempt at a store elsewhere; twice as long before the third."""
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that another attempt would meet again."""
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | _NO_LINK | getattr(os, "O_NONBLOCK", 0)
-MAX_READ_BYTES = (1 << 30) + (1 << 20)
-"""The most that is read of a file at once; larger ones are read in parts. A file may claim any number of bytes."""
-SMALL_BYTES = 1 << 16
-"""The most that a file has which says who does what."""
-
-
-class Source(Protocol):
-    """A file that is read in parts.
-
-    Attributes:
-        size: its bytes.
-    """
-
-    size: int
-
-    def read_into(self, target: memoryview, offset: int) -> int:
-        """Fill the start of `target` with what lies at `offset`; return how much that was, 0 at the end."""
-
-    def close(self) -> None:
-        """Let go of it."""
 
 
 class FileStore(Protocol):
@@ -160,7 +137,7 @@ class LocalStore:
         if os.name != "posix":
             yield None
             return
-        no_link = _NO_LINK if is_shared(self.path.parent) else 0
+        no_link = NO_LINK if is_shared(self.path.parent) else 0
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | no_link)
         try:
             yield folder
@@ -212,7 +189,7 @@ class LocalStore:
 
     def open(self, name: str) -> Source:
         with self._opened() as folder:
-            return _File(self._in(folder, name), folder)
+            return PlainFile(self._in(folder, name), folder)
 
     def draft(self, name: str) -> Path:
         return self.path / f".{name}.draft"
@@ -223,7 +200,7 @@ class LocalStore:
 
     def _give_name(self, folder: int | None, draft: str, name: str) -> None:
         if folder is not None and is_shared(folder):
-            file = os.open(draft, _OPEN_FLAGS, dir_fd=folder)
+            file = os.open(draft, OPEN_FLAGS, dir_fd=folder)
             try:
                 share(file, SHARED_FILE)
             finally:
@@ -277,53 +254,6 @@ def _settle(folder: int | None) -> None:
     """Have the names of an open folder's files outlive a crash."""
     if folder is not None:
         os.fsync(folder)
-
-
-class _File:
-    def __init__(self, path: str, folder: int | None) -> None:
-        # Without waiting: a pipe that somebody has put there would hold us up for ever, and is no file.
-        self._file = os.open(path, _OPEN_FLAGS, dir_fd=folder)
-        try:
-            status = os.fstat(self._file)
-            self.size = status.st_size
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "it is not a file", path)
-        except BaseException:
-            os.close(self._file)
-            raise
-
-    def read_into(self, target: memoryview, offset: int) -> int:
-        return read_at(self._file, target, offset)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-_seeking = threading.Lock()
-
-
-def read_at(file: int, target: memoryview, offset: int) -> int:
-    """Fill the start of `target` with what lies at an offset of an open file; return how much that was."""
-    if hasattr(os, "preadv"):
-        return os.preadv(file, [target], offset)
-    with _seeking:  # the file has one position for all threads
-        os.lseek(file, offset, os.SEEK_SET)
-        content = os.read(file, len(target))
-    target[: len(content)] = content
-    return len(content)
-
-
-def write_at(file: int, content: memoryview | bytes, offset: int) -> None:
-    """Write all of it at an offset of an open file."""
-    rest = memoryview(content)
-    while rest:
-        if hasattr(os, "pwrite"):
-            count = os.pwrite(file, rest, offset)
-        else:
-            with _seeking:
-                os.lseek(file, offset, os.SEEK_SET)
-                count = os.write(file, rest)
-        rest, offset = rest[count:], offset + count
 
 
 class FsspecStore:
@@ -384,7 +314,7 @@ class FsspecStore:
     def read(self, name: str, most_bytes: int = MAX_READ_BYTES) -> bytes:
         with self._name_place():
             content = bytes(self._attempt(lambda: self._system.cat_file(self._join(name), end=most_bytes + 1)))
-        return _refuse_more(content, len(content), most_bytes)
+        return refuse_more(content, len(content), most_bytes)
 
     def write(self, name: str, content: bytes) -> None:
         def put() -> None:
@@ -505,31 +435,3 @@ def _redact(address: str) -> str:
     kind, mark, rest = address.partition(_URL_MARK)
     place, slash, path = rest.partition("/")
     return f"{kind}{mark}{place.rpartition('@')[2]}{slash}{path}"
-
-
-def _refuse_more(content: bytes, byte_count: int, most_bytes: int) -> bytes:
-    """Return the content of a file that has no more bytes than it may have.
-
-    Raises:
-        OSError: it has more.
-    """
-    if byte_count > most_bytes:
-        raise OSError(errno.EFBIG, f"the file has {byte_count:,} bytes or more, and {most_bytes:,} are allowed")
-    return content
-
-
-def read_whole(source: Source, most_bytes: int = MAX_READ_BYTES) -> bytes:
-    """The content of a file that is read in parts.
-
-    Raises:
-        OSError: it has more bytes than it may have.
-    """
-    _refuse_more(b"", source.size, most_bytes)
-    content = memoryview(bytearray(source.size))
-    done = 0
-    while done < len(content):
-        count = source.read_into(content[done:], done)
-        if not count:
-            break
-        done += count
-    return bytes(content[:done])

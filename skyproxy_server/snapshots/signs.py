@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from skyproxy.snapshots.stores import SMALL_BYTES, FileStore
+from skyproxy.snapshots.sources import SMALL_BYTES
+from skyproxy.snapshots.stores import FileStore
 
 SIGNS = ".workers"
 """A folder of a token's place: no snapshot has a name with a point in front."""

@@ -18,7 +18,8 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.snapshots import stores
 from skyproxy.snapshots.folder import SnapshotFolder
 from skyproxy.snapshots.locks import SHARED_FOLDER
-from skyproxy.snapshots.stores import FileStore, FsspecStore, LocalStore, is_address, open_store, read_whole
+from skyproxy.snapshots.sources import read_whole
+from skyproxy.snapshots.stores import FileStore, FsspecStore, LocalStore, is_address, open_store
 from tests.server.snapshots.sessions import ADD_, Session, restored
 
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="pipes and links")
