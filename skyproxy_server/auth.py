@@ -102,11 +102,13 @@ def client_of(transport: object) -> Identity:
 
 
 class Authenticator(Protocol):
-    """Knows tokens."""
+    """Knows tokens.
 
-    @property
-    def several(self) -> bool:
-        """True if there may be clients with different tokens, whatever the name of one of them is."""
+    Attributes:
+        several: whether there may be clients with different tokens, whatever the name of one of them is.
+    """
+
+    several: bool
 
     def identify(self, headers: Sequence[str]) -> Identity | None:
         """Return who sends these `Authorization` headers; None for a stranger."""

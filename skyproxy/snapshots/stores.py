@@ -132,7 +132,7 @@ class LocalStore:
         return LocalStore(self.path / name)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[int | None]:
+    def _open_folder(self) -> Iterator[int | None]:
         """Open the folder; where the system cannot, give None."""
         if os.name != "posix":
             yield None
@@ -148,21 +148,21 @@ class LocalStore:
         return name if folder is not None else str(self.path / name)
 
     def places(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._opened() as folder:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._open_folder() as folder:
             follows = folder is None or not is_shared(folder)
             with os.scandir(folder if folder is not None else self.path) as items:
                 return [item.name for item in items if item.is_dir(follow_symlinks=follows)]
         return []
 
     def files(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._opened() as folder:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._open_folder() as folder:
             return os.listdir(folder if folder is not None else self.path)
         return []
 
     def prepare(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if is_shared(self.path.parent):
-            with self._opened() as folder:
+            with self._open_folder() as folder:
                 if folder is not None:
                     share(folder, SHARED_FOLDER)
 
@@ -173,7 +173,7 @@ class LocalStore:
     def write(self, name: str, content: bytes) -> None:
         draft = f".{name}.{secrets.token_hex(4)}.draft"
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
-        with self._opened() as folder:
+        with self._open_folder() as folder:
             path = self._in(folder, draft)
             try:
                 with os.fdopen(os.open(path, flags, 0o600, dir_fd=folder), "wb") as stream:
@@ -188,14 +188,14 @@ class LocalStore:
             _settle(folder)
 
     def open(self, name: str) -> Source:
-        with self._opened() as folder:
+        with self._open_folder() as folder:
             return PlainFile(self._in(folder, name), folder)
 
     def draft(self, name: str) -> Path:
         return self.path / f".{name}.draft"
 
     def publish(self, draft: Path, name: str) -> None:
-        with self._opened() as folder:
+        with self._open_folder() as folder:
             self._give_name(folder, draft.name, name)
 
     def _give_name(self, folder: int | None, draft: str, name: str) -> None:
@@ -208,11 +208,11 @@ class LocalStore:
         os.replace(self._in(folder, draft), self._in(folder, name), src_dir_fd=folder, dst_dir_fd=folder)
 
     def settle(self) -> None:
-        with self._opened() as folder:
+        with self._open_folder() as folder:
             _settle(folder)
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError), self._opened() as folder:
+        with contextlib.suppress(FileNotFoundError), self._open_folder() as folder:
             os.unlink(self._in(folder, name), dir_fd=folder)
 
     def remove_place(self) -> None:
@@ -243,7 +243,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _lock_file(self, name: str) -> Iterator[int]:
-        with self._opened() as folder, open_lock(self._in(folder, name), folder) as file:
+        with self._open_folder() as folder, open_lock(self._in(folder, name), folder) as file:
             yield file
 
     def __str__(self) -> str:
