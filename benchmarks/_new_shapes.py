@@ -212,7 +212,11 @@ def _once(op: Op, inputs: list[torch.Tensor], *, learns: bool) -> float:
 
 
 def never_seen_kinds(bench: Bench) -> None:
-    """Microseconds of an operation on shapes that never came before, by kind; forward, and forward and backward."""
+    """Microseconds of an operation on shapes that never came before, by kind; forward, and forward and backward.
+
+    Most kinds are several operations: `x + x[0, 0, 0]` selects three times. The time of a kind is divided by the number
+    of operations that the worker is sent for it, on both sides.
+    """
     count = max(8, bench.scale.new_shapes // 10)
     for learns in (False, True):
         sky, local = operations(bench.device), operations(bench.local)
@@ -223,16 +227,19 @@ def never_seen_kinds(bench: Bench) -> None:
                 bench.synchronize()
                 return _once(op, inputs, learns=learns)
 
-            measure(sky[name], bench.device)  # what a process needs once
+            inputs = _inputs(bench.device, count, learns=learns)
+            before = torch.sky.stats()["ops"]
+            _once(sky[name], inputs, learns=learns)  # what a process needs once
+            sent = (torch.sky.stats()["ops"] - before) / count
             figures = interleaved(
                 {
-                    "sky": lambda op=sky[name]: measure(op, bench.device),
-                    "local": lambda op=local[name]: measure(op, bench.local),
+                    "sky": lambda op=sky[name], sent=sent: measure(op, bench.device) / sent,
+                    "local": lambda op=local[name], sent=sent: measure(op, bench.local) / sent,
                 },
                 bench.scale.rounds,
             )
             label = f"new shapes: {name}" + (", forward and backward" if learns else "")
-            bench.compare("new shapes", label, "us", figures, () if learns else (value_at_most(30),))
+            bench.compare("new shapes", label, "us/op", figures, () if learns else (value_at_most(30),))
 
 
 __all__ = ["never_seen_kinds", "operations"]

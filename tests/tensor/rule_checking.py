@@ -89,6 +89,10 @@ def difference(answer: Any, result: Any, args: Any, before: Any) -> str | None:
         if listed != isinstance(actual, list | tuple):
             return f"{said} is not {actual}"
         for (meta, shares), tensor in zip(said if listed else [said], actual if listed else [actual], strict=True):
+            if meta is None or tensor is None:
+                if meta is not tensor:
+                    return f"{meta} is not {tensor}"
+                continue
             if not _same(meta, tensor):
                 return f"{meta} is not {meta_of(tensor)}"
             truly = any(tensor.untyped_storage()._cdata == t.untyped_storage()._cdata for t in bases)

@@ -48,6 +48,12 @@ def _logical_not(target: Meta) -> RuleResult:
     return _target_if((target.dtype in FLOATS or target.dtype in INTEGERS) and keeps_target(target))
 
 
+@rule("logical_and_ logical_or_ logical_xor_")
+def _logical(target: Meta, other: object) -> RuleResult:
+    """Operands are not converted: each is asked whether it is zero."""
+    return _target_if(type(other) is Meta and other.dtype is target.dtype and keeps_target(target, other))
+
+
 @rule("clamp_min_.Tensor clamp_max_.Tensor")
 def _clamp(target: Meta, bound: object) -> RuleResult:
     fits = type(bound) is Meta and bound.dtype is target.dtype and (target.dtype in FLOATS or target.dtype in INTEGERS)

@@ -103,6 +103,20 @@ def corrected(
     ]
 
 
+def in_kernel_order(name: str, results: Sequence[Meta], *args: object) -> list[tuple[Meta, None]]:
+    """Return the looks of fresh results, given their sizes and dtypes, in the orders of memory that a kernel writes.
+
+    Args:
+        name: of the op, without its namespace; one of those that are corrected here, or elementwise in its first two
+            arguments.
+        results: one for each, row-major.
+        args: of the call, with a `Meta` for each tensor.
+    """
+    correct = _CORRECTIONS.get("aten::" + name, _iteration_strides)
+    strides = correct(*args)
+    return [(_with_stride(meta, stride), None) for meta, stride in zip(results, strides, strict=False)]
+
+
 def corrected_lists(op: OpOverload, args: Sequence[object], items: list[Meta]) -> list[Meta]:
     """The same for an elementwise op on lists, of which each place is an op of its own.
 
@@ -450,4 +464,4 @@ def _masked_fill(a: Meta, mask: Meta, value: object) -> list[Strides]:
     return [_ROW_MAJOR]
 
 
-__all__ = ["corrected", "indexed_stride"]
+__all__ = ["corrected", "in_kernel_order", "indexed_stride"]

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import broadcast_sizes, elementwise
+from skyproxy.tensor.shapes.elementwise import broadcast_sizes, elementwise, preserved_stride
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RULES, RuleResult, in_format, row_major, rule
+from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 _DTYPES_OF_NUMBERS: dict[type, torch.dtype | None] = {float: None, int: torch.int64, bool: torch.bool}
 _EXACT = frozenset({torch.float32, torch.float64})
@@ -22,13 +23,12 @@ def _fresh_result(size: tuple[int, ...], dtype: torch.dtype) -> RuleResult:
     return [(plain_meta(size, dtype), None)]
 
 
-def _are_whole_floats(*tensors: Meta) -> bool:
-    """Return whether all are row-major tensors of one dtype of fractions, and not empty."""
-    first = tensors[0]
+def _are_floats(*tensors: Meta) -> bool:
+    """Return whether all are tensors of one dtype of fractions, in any order of memory, and not empty."""
     return all(
-        isinstance(t, Meta) and row_major(t) and t.dtype is first.dtype and 0 not in t.size  # type: ignore[redundant-expr]
+        isinstance(t, Meta) and _is_float(t) and t.dtype is tensors[0].dtype  # type: ignore[redundant-expr]
         for t in tensors
-    ) and (first.dtype in FLOATS)
+    )
 
 
 def _is_float(x: Meta) -> bool:
@@ -80,9 +80,11 @@ def _layer_norm(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta |
 
 @rule("native_dropout")
 def _dropout(x: Meta, p: float, train: bool | None) -> RuleResult:
-    if not (_are_whole_floats(x) and train is True and type(p) is float and 0 < p < 1):
+    if not (_is_float(x) and train is True and type(p) is float and 0 < p < 1):
         return None
-    return [(plain_meta(x.size, x.dtype), None), (plain_meta(x.size, torch.bool), None)]
+    mask = plain_meta(x.size, torch.bool, preserved_stride(x.size, x.stride))
+    product = elementwise([x, mask], x.dtype)
+    return None if product is None else [(plain_meta(x.size, x.dtype, product[1]), None), (mask, None)]
 
 
 @rule("bernoulli")
@@ -103,13 +105,21 @@ def _index_select(x: Meta, dim: int, index: Meta) -> RuleResult:
 
 @rule("stack")
 def _stack(parts: list[Meta], dim: int = 0) -> RuleResult:
-    if not parts or not _are_whole_floats(*parts) or any(part.size != parts[0].size for part in parts):
+    """As the kernel does: the parts are joined, and the result is viewed with a dimension more; only for a new last
+    dimension each part gets one before.
+    """
+    if not parts or not _are_floats(*parts) or any(part.size != parts[0].size for part in parts):
         return None
-    rank = len(parts[0].size) + 1
+    size, rank = parts[0].size, len(parts[0].size) + 1
     if not -rank <= dim < rank:
         return None
     dim %= rank
-    size = parts[0].size
+    if dim == rank - 1:
+        joined = [plain_meta((*part.size, 1), part.dtype, (*part.stride, 1)) for part in parts]
+    else:
+        joined = parts
+    if all(suggests_channels_last(part.size, part.stride) for part in joined):
+        return None
     return _fresh_result((*size[:dim], len(parts), *size[dim:]), parts[0].dtype)
 
 

@@ -14,8 +14,8 @@ import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import elementwise
+from skyproxy.tensor.shapes.gradients import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, RuleAnswer, RuleResult, keeps_target, rule
-from skyproxy.tensor.shapes.windows import RULES
 
 _UNARY = (
     "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "

@@ -11,11 +11,13 @@ import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import (
+    broadcast_sizes,
     elementwise,
     elementwise_stride,
     preserved_stride,
     result_dtype,
 )
+from skyproxy.tensor.shapes.kernel_strides import in_kernel_order
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, preserved, rule
 from skyproxy.tensor.shapes.selections import RULES, are_row_major, fresh, plain, suggests_row_major
 
@@ -74,8 +76,10 @@ def _distances(a: Meta, b: Meta, order: float, mode: object) -> RuleResult:
 
 
 @rule("_prelu_kernel")
-def _prelu(x: Meta, weight: object) -> RuleResult:
-    return _elementwise_of_one_dtype(x, weight) if are_row_major(x) and type(weight) is Meta else None
+def _prelu(x: Meta, weight: Meta) -> RuleResult:
+    fits = type(weight) is Meta and plain(x, weight) and weight.dtype is x.dtype and x.dtype in FLOATS
+    fits = fits and broadcast_sizes([x.size, weight.size]) == x.size
+    return in_kernel_order("_prelu_kernel", [plain_meta(x.size, x.dtype)], x) if fits else None
 
 
 @rule("complex polar")
@@ -226,7 +230,15 @@ def _loss_of_chances(x: Meta, target: Meta, weight: object = None, reduction: in
 def _loss_of_logits(
     x: Meta, target: Meta, weight: object = None, positive: object = None, reduction: int = 1
 ) -> RuleResult:
-    return _loss(x, target, reduction) if weight is None and positive is None else None
+    """Weights do not change the mean or the sum of a loss."""
+    weights = [a for a in (weight, positive) if a is not None]
+    if weights and not (reduction in (1, 2) and plain(*weights) and _scales(x, weights)):
+        return None
+    return _loss(x, target, reduction)
+
+
+def _scales(x: Meta, weights: Sequence[object]) -> bool:
+    return all(type(a) is Meta and a.dtype is x.dtype and broadcast_sizes([x.size, a.size]) == x.size for a in weights)
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
@@ -244,13 +256,13 @@ def _batch_norm(
     eps: object,
 ) -> RuleResult:
     parts = [t for t in (weight, bias, mean, variance) if t is not None]
-    fits = whole_floats(x) and x.dtype in FULL_PRECISION and suggests_row_major(x) and len(x.size) >= 2
+    fits = plain(x) and x.dtype in FULL_PRECISION and len(x.size) >= 2
     if not fits or any(not t.plain or t.size != x.size[1:2] or t.dtype is not x.dtype for t in parts):
         return None
     if not training and (mean is None or variance is None):
         return None
     sums = fresh(x.size[1:2] if training else (0,), x.dtype)
-    return [fresh(x.size, x.dtype), sums, sums]
+    return [*in_kernel_order("native_batch_norm", [plain_meta(x.size, x.dtype)], x, *parts), sums, sums]
 
 
 @rule("native_group_norm")
@@ -263,26 +275,6 @@ def _group_norm(
         return None
     sums = fresh((n, groups), x.dtype)
     return [fresh(x.size, x.dtype), sums, sums]
-
-
-@rule("native_layer_norm_backward")
-def _layer_norm_backward(
-    gradient: Meta,
-    x: Meta,
-    shape: Sequence[int],
-    mean: Meta,
-    deviation: Meta,
-    weight: Meta | None,
-    bias: Meta | None,
-    mask: Sequence[bool],
-) -> RuleResult:
-    if weight is None or bias is None or list(mask) != [True, True, True]:
-        return None
-    shape = tuple(shape)
-    fits = whole_floats(x, mean, deviation, weight, bias) and x.dtype in FULL_PRECISION and _follows(gradient, x)
-    if not fits or weight.size != shape or bias.size != shape or x.size[len(x.size) - len(shape) :] != shape:
-        return None
-    return [fresh(x.size, x.dtype), fresh(shape, x.dtype), fresh(shape, x.dtype)]
 
 
 __all__ = ["RULES"]

@@ -25,6 +25,7 @@ from skyproxy.tensor.shapes.elementwise import (
     preserved_stride,
     result_dtype,
 )
+from skyproxy.tensor.shapes.strides import suggests_channels_last
 from skyproxy.tensor.shapes.views import VIEW_RULES
 from skyproxy.torch_codec import contiguous_stride
 
@@ -357,17 +358,9 @@ def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: object) -> RuleResult:
     return _mm(a, b) if fits and bias.plain else None
 
 
-def _may_be_channels_last(meta: Meta) -> bool:
-    """Return whether PyTorch may take the tensor for one in a channels-last format."""
-    return len(meta.size) in (4, 5) and not meta.stride[-1] < meta.stride[1]
-
-
 @rule("cat")
 def _cat(parts: list[Meta], dim: int = 0) -> RuleResult:
-    if not parts or not all(
-        isinstance(part, Meta) and part.plain and not _may_be_channels_last(part)  # type: ignore[redundant-expr]
-        for part in parts
-    ):
+    if not parts or not all(isinstance(part, Meta) and part.plain for part in parts):  # type: ignore[redundant-expr]
         return None
     first = parts[0]
     rank = len(first.size)
@@ -384,7 +377,8 @@ def _cat(parts: list[Meta], dim: int = 0) -> RuleResult:
         if not same or part.size[:dim] + part.size[dim + 1 :] != rest:
             return None
     size = (*first.size[:dim], sum(part.size[dim] for part in parts), *first.size[dim + 1 :])
-    return [(plain_meta(size, dtype), None)]
+    channels_last = all(suggests_channels_last(part.size, part.stride) for part in parts)
+    return [(plain_meta(size, dtype, channels_last_stride(size) if channels_last else None), None)]
 
 
 @rule("_softmax _log_softmax")
@@ -431,6 +425,8 @@ def _sum_of_lines(
 def _whole_sum(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
     if a.plain and (a.dtype in INTEGERS or a.dtype is torch.bool) and dtype is None:
         return [(plain_meta((), torch.int64), None)]
+    if a.plain and a.dtype in _COMPLEX and dtype is None:
+        return [(plain_meta((), a.dtype), None)]
     return _whole_reduction(a, dtype=dtype)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import broadcast_sizes
+from skyproxy.tensor.shapes.elementwise import broadcast_sizes, channels_last_stride
 from skyproxy.tensor.shapes.in_place import RULES
-from skyproxy.tensor.shapes.kernel_strides import indexed_stride
+from skyproxy.tensor.shapes.kernel_strides import in_kernel_order, indexed_stride
 from skyproxy.tensor.shapes.rules import (
     FLOATS,
     INTEGERS,
@@ -23,6 +23,7 @@ from skyproxy.tensor.shapes.rules import (
     row_major,
     rule,
 )
+from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 Ints = tuple[int, ...]
 _DTYPES = FLOATS | INTEGERS | {torch.bool}
@@ -151,7 +152,8 @@ def _selection_backward(gradient: Meta, size: Sequence[int], *rest: object) -> R
 
 @rule("embedding_dense_backward")
 def _embedding_backward(gradient: Meta, indices: Meta, count: int, *rest: object) -> RuleResult:
-    fits = are_row_major(gradient, indices) and gradient.dtype in FLOATS and gradient.size[:-1] == indices.size
+    fits = plain(gradient) and are_row_major(indices) and gradient.dtype in FLOATS
+    fits = fits and gradient.size[:-1] == indices.size
     return [fresh((count, gradient.size[-1]), gradient.dtype)] if fits and type(count) is int else None
 
 
@@ -188,9 +190,9 @@ def _flip(x: Meta, dims: Sequence[int]) -> RuleResult:
 @rule("roll")
 def _roll(x: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> RuleResult:
     places = [_axis(x, dim) for dim in dims]
-    fits = (are_row_major(x) or (plain(x) and len(x.size) < 4)) and _integers(shifts) and None not in places
+    fits = plain(x) and _integers(shifts) and None not in places
     fits = fits and (len(shifts) == len(places) > 0 or (not places and len(shifts) == 1))
-    return [fresh(x.size, x.dtype)] if fits else None
+    return in_kernel_order("roll", [plain_meta(x.size, x.dtype)], x, shifts, dims) if fits else None
 
 
 @rule("repeat")
@@ -208,7 +210,7 @@ def suggests_row_major(x: Meta) -> bool:
 
 def _padded_size(x: Meta, pad: Sequence[int]) -> Ints | None:
     pairs = len(pad) // 2
-    if not are_row_major(x) or not suggests_row_major(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
+    if not plain(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
         return None
     if min(pad, default=0) < 0 and max(pad) <= 0:  # only cut: a copy of a part, with that part's strides
         return None
@@ -223,13 +225,28 @@ def _padded_size(x: Meta, pad: Sequence[int]) -> Ints | None:
 
 @rule("constant_pad_nd")
 def _pad(x: Meta, pad: Sequence[int], value: object = 0) -> RuleResult:
-    size = _padded_size(x, pad)
-    return [fresh(size, x.dtype)] if size is not None and type(value) in (int, float) else None
+    size = _padded_size(x, pad) if type(value) in (int, float) else None
+    if size is None:
+        return _cut(x, pad)
+    stride = channels_last_stride(size) if suggests_channels_last(x.size, x.stride) else None
+    return [(plain_meta(size, x.dtype, stride), None)]
+
+
+def _cut(x: Meta, pad: Sequence[int]) -> RuleResult:
+    """Where padding only cuts, as the gradient of padding does, a copy of the part that keeps its order of memory."""
+    if not plain(x) or not _integers(pad) or len(pad) % 2 or len(pad) // 2 > len(x.size) or max(pad, default=1) > 0:
+        return None
+    size = list(x.size)
+    for pair in range(len(pad) // 2):
+        size[-1 - pair] += pad[2 * pair] + pad[2 * pair + 1]
+    part = preserved(plain_meta(tuple(size), x.dtype, x.stride)) if min(size) > 0 else None
+    return None if part is None else [(part, None)]
 
 
 @rule("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
 def _mirror(x: Meta, pad: Sequence[int]) -> RuleResult:
-    size = _padded_size(x, pad) if _integers(pad) and min(pad, default=0) >= 0 else None
+    plainly = are_row_major(x) and suggests_row_major(x) and _integers(pad) and min(pad, default=0) >= 0
+    size = _padded_size(x, pad) if plainly else None
     pairs = len(pad) // 2
     if size is None or x.dtype not in FLOATS or len(x.size) not in (pairs + 1, pairs + 2):
         return None

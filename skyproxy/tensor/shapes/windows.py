@@ -14,7 +14,7 @@ from skyproxy.tensor.shapes.attention import RULES
 from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride
 from skyproxy.tensor.shapes.networks import FULL_PRECISION, whole_floats
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
-from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain, suggests_row_major
+from skyproxy.tensor.shapes.selections import fresh, plain, suggests_row_major
 from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 
@@ -68,23 +68,6 @@ def _max_pool(
     return None if size is None else [_result_in_format(x, size, x.dtype), _result_in_format(x, size, torch.int64)]
 
 
-@rule("max_pool2d_with_indices_backward")
-def _max_pool_backward(
-    gradient: Meta,
-    x: Meta,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil: bool,
-    indices: Meta,
-) -> RuleResult:
-    size = _pooled_size(x, kernel, stride, padding, dilation, ceil)
-    fits = size is not None and suggests_row_major(x)
-    fits = fits and whole_floats(gradient, x) and are_row_major(indices) and gradient.size == indices.size == size
-    return [fresh(x.size, x.dtype)] if fits else None
-
-
 @rule("avg_pool2d")
 def _avg_pool(
     x: Meta,
@@ -126,8 +109,8 @@ def _convolution_size(
         return None
     if x.dtype not in FULL_PRECISION or rank not in (1, 2, 3) or len(weight.size) != rank + 2:
         return None
-    # One dimension is computed as two, where another order of memory would count as a format.
-    if rank != 2 and not whole_floats(x, *parts):
+    # One dimension is computed as two, where another order of memory counts as a format if one of them is of size one.
+    if rank != 2 and not (whole_floats(*parts) and (whole_floats(x) or (rank == 1 and 1 not in x.size))):
         return None
     if not (suggests_row_major(x) and suggests_row_major(weight)) or type(groups) is not int or groups < 1:
         return None
@@ -161,12 +144,25 @@ def _convolution(
     extra: Sequence[int],
     groups: int,
 ) -> RuleResult:
-    size = (
-        _transposed_convolution_size(x, weight, bias, stride, padding, dilation, extra, groups)
-        if transposed
-        else _convolution_size(x, weight, bias, stride, padding, dilation, groups)
-    )
+    size = convolution_size(x, weight, stride, padding, dilation, transposed, extra, groups, bias)
     return None if size is None else [fresh(size, x.dtype)]
+
+
+def convolution_size(
+    x: Meta,
+    weight: Meta,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    extra: Sequence[int],
+    groups: int,
+    bias: Meta | None = None,
+) -> Ints | None:
+    """The size of what a convolution gives, in row-major order; None where that takes more thought."""
+    if transposed:
+        return _transposed_convolution_size(x, weight, bias, stride, padding, dilation, extra, groups)
+    return _convolution_size(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _transposed_convolution_size(
@@ -223,25 +219,4 @@ def _columns(
     return [fresh(size, x.dtype)] if min(area) > 0 else None
 
 
-@rule("convolution_backward")
-def _convolution_backward(
-    gradient: Meta,
-    x: Meta,
-    weight: Meta,
-    biases: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    extra: object,
-    groups: int,
-    mask: Sequence[bool],
-) -> RuleResult:
-    size = None if transposed else _convolution_size(x, weight, None, stride, padding, dilation, groups)
-    fits = size is not None and whole_floats(gradient, x) and gradient.size == size and suggests_row_major(gradient)
-    if not fits or list(mask) != [True, True, True] or not biases:
-        return None
-    return [fresh(x.size, x.dtype), fresh(weight.size, x.dtype), fresh(weight.size[:1], x.dtype)]
-
-
-__all__ = ["RULES"]
+__all__ = ["RULES", "convolution_size"]
