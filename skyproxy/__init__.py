@@ -16,6 +16,11 @@ from skyproxy.collector import collector_paused
 from skyproxy.import_watcher import forget_all, when_imported, when_whole
 
 if TYPE_CHECKING:
+    from skyproxy import errors as errors
+    from skyproxy import integrations as integrations
+    from skyproxy import plugins as plugins
+    from skyproxy import providers as providers
+    from skyproxy import runtime as runtime
     from skyproxy.debugging import SyncWarning as SyncWarning
     from skyproxy.debugging import debug_syncs as debug_syncs
     from skyproxy.early_start import start_early as start_early
@@ -71,6 +76,8 @@ if TYPE_CHECKING:
     from skyproxy.tensor.torch_api.state_dicts import RemoteStateDict as RemoteStateDict
     from skyproxy.tensor.torch_api.state_dicts import load_into as load_into
     from skyproxy.webview.program import ui as ui
+
+    __version__: str
 
 _PUBLIC = {
     "AWS": "skyproxy.providers.aws",
@@ -133,10 +140,12 @@ _SUBMODULES = {"errors", "integrations", "plugins", "providers", "runtime"}
 """Packages that are public as they are: `skyproxy.plugins.torch()` needs no import of its own."""
 _WITHOUT_DEVICE = ("early_start", "integrations", "jobs", "notebook", "plugins", "pools", "providers", "runtime")
 """Parts whose names neither load torch nor register the device: workers, which have the real devices, use them too."""
-__all__ = sorted([*_PUBLIC, *_SUBMODULES, "__version__", "install", "uninstall"])
+_NAMES = sorted([*_PUBLIC, *_SUBMODULES, "__version__", "install", "uninstall"])
+if not TYPE_CHECKING:  # checkers read lists of words only; they take the imports above
+    __all__ = _NAMES
 
 
-def __getattr__(name: str) -> object:
+def _load(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version
 
@@ -152,8 +161,12 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'skyproxy' has no attribute {name!r}")
 
 
+if not TYPE_CHECKING:  # for a checker, there would be an attribute of any name
+    __getattr__ = _load
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_NAMES})
 
 
 def _load_device() -> None:

@@ -10,11 +10,15 @@ if TYPE_CHECKING:
     from skyproxy import *  # noqa: F403
 
 
-def __getattr__(name: str) -> object:
-    if name in skyproxy.__all__:
+def _load(name: str) -> object:
+    if name in skyproxy._NAMES:
         return getattr(skyproxy, name)
     raise AttributeError(f"module 'skyproxy.client' has no attribute {name!r}")
 
 
+if not TYPE_CHECKING:  # for a checker, there would be an attribute of any name
+    __getattr__ = _load
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *skyproxy.__all__})
+    return sorted({*globals(), *skyproxy._NAMES})

@@ -12,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from skyproxy.integrations import huggingface as huggingface
+    from skyproxy.integrations import lightning as lightning
     from skyproxy.integrations.torch_integration import torch as torch
 
 _PUBLIC = {"torch": "torch_integration"}
@@ -19,7 +21,7 @@ _MODULES = {"huggingface", "lightning"}
 __all__ = sorted([*_PUBLIC, *_MODULES])
 
 
-def __getattr__(name: str) -> object:
+def _load(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"skyproxy.integrations.{name}")
     if name not in _PUBLIC:
@@ -29,6 +31,10 @@ def __getattr__(name: str) -> object:
     value = getattr(importlib.import_module(f"skyproxy.integrations.{_PUBLIC[name]}"), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # for a checker, there would be an attribute of any name
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

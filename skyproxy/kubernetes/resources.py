@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
 
 from skyproxy.contexts import checked_name
 from skyproxy.errors import ConfigurationError
@@ -19,35 +19,38 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUEUE = re.compile(rf"(?=.{{1,63}}$){_LABEL.pattern}(\.{_LABEL.pattern})*")
 _SUBDOMAIN = re.compile(rf"(?=.{{1,253}}$){_LABEL.pattern}(\.{_LABEL.pattern})*")
 _MAX_DEVICES = 64
-_SPEC_FIELDS = frozenset(
-    {
-        "affinity",
-        "args",
-        "command",
-        "envFrom",
-        "gang",
-        "gateway",
-        "imagePullSecrets",
-        "nodeSelector",
-        "podTemplate",
-        "port",
-        "priorityClassName",
-        "queue",
-        "resourceClaims",
-        "restartPolicy",
-        "runtime",
-        "schedulerName",
-        "serviceAccountName",
-        "sharedMemory",
-        "snapshots",
-        "suspend",
-        "tolerations",
-        "topology",
-        "topologySpreadConstraints",
-    }
-)
-"""Fields of the spec that go to the cluster as they are given."""
 _VOLUME_FIELDS = ("storageClassName", "accessMode", "reclaimPolicy")
+
+
+class SpecFields(TypedDict, total=False):
+    """Fields of a Compute's spec that go to the cluster as they are given."""
+
+    affinity: Mapping[str, object]
+    args: Sequence[str]
+    command: Sequence[str]
+    envFrom: Sequence[Mapping[str, object]]
+    gang: str
+    gateway: Mapping[str, object]
+    imagePullSecrets: Sequence[Mapping[str, object]]
+    nodeSelector: Mapping[str, str]
+    podTemplate: Mapping[str, object]
+    port: int
+    priorityClassName: str
+    queue: str
+    resourceClaims: Sequence[Mapping[str, object]]
+    restartPolicy: Mapping[str, object]
+    runtime: str
+    schedulerName: str
+    serviceAccountName: str
+    sharedMemory: int | str
+    snapshots: Mapping[str, object]
+    suspend: bool
+    tolerations: Sequence[Mapping[str, object]]
+    topology: Mapping[str, object]
+    topologySpreadConstraints: Sequence[Mapping[str, object]]
+
+
+_SPEC_FIELDS = SpecFields.__optional_keys__
 
 
 def compute_manifest(

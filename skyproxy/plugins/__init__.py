@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
+def _load(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(
             f"module 'skyproxy.plugins' has no attribute {name!r}. There are: {', '.join(sorted(_PUBLIC))}"
@@ -62,6 +62,10 @@ def __getattr__(name: str) -> object:
     value = getattr(importlib.import_module(f"skyproxy.plugins.{module}"), attribute)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # for a checker, there would be an attribute of any name
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
+from typing import Any
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.loop_thread import loop_thread
@@ -35,7 +36,7 @@ class Cluster:
             raise ConfigurationError("Cluster(): the same Compute appears twice. Make one for each place.")
         self.computes = computes
 
-    async def __aenter__(self) -> tuple[object, ...]:
+    async def __aenter__(self) -> tuple[Any, ...]:
         await self._provision()
         try:
             for compute in self.computes:

@@ -31,6 +31,9 @@ from skyproxy.runtime.instance import InstanceInfo
 from skyproxy.runtime.plugin import Plugin, reporting
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
+    from skyproxy.kubernetes.resources import SpecFields
     from skyproxy.node import Node
     from skyproxy.pools.elastic_workers import ElasticWorkers
 
@@ -85,7 +88,7 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
         keep: bool = False,
         on_event: Callable[[Progress], object] | None = None,
         progress: bool | None = None,
-        **options: object,
+        **options: Unpack[SpecFields],
     ) -> None:
         """Checks what is asked for; nothing is provisioned before the `with` block, or `start`.
 
@@ -112,7 +115,7 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
             keep: whether the workers stay at the end, and are found again by their name.
             on_event: called with every `Progress`, on a thread of the pool.
             progress: whether to draw the progress; by default on a terminal.
-            options: what only one provider knows.
+            options: what only one provider knows. Type checkers know the fields of a Compute's spec: tolerations=[...].
 
         Raises:
             ConfigurationError: an argument cannot work.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, cast, overload
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.functions.scripts import Script, describe_script, pack_for, run_script
@@ -16,14 +16,30 @@ from skyproxy.pools.mapping import GroupingMap
 from skyproxy.pools.pending import PendingCompute
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from skyproxy.pools.growth import Nodes
     from skyproxy.pools.remote_function import RemoteFunction
     from skyproxy.pools.scheduler import Scheduler
     from skyproxy.providers.base import Endpoint, Launched, WorkerSpec
 
 A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class MapOptions(TypedDict, total=False):
+    """Options of `map`.
+
+    Attributes:
+        timeout: seconds for each call.
+        retry: as in `Compute`.
+    """
+
+    timeout: float | None
+    retry: Retry | int | None
 
 
 class PoolCalls:
@@ -109,45 +125,101 @@ class PoolCalls:
 
     @overload
     def map(
-        self,
-        function: RemoteFunction[Concatenate[A, ...], T],
-        items: Iterable[A],
-        /,
-        *,
-        timeout: float | None = None,
-        retry: Retry | int | None = None,
+        self, function: Callable[[A], PendingCompute[T]], a: Iterable[A], /, **options: Unpack[MapOptions]
     ) -> Iterator[T]: ...
     @overload
     def map(
         self,
-        function: RemoteFunction[..., T],
-        first: Iterable[object],
-        second: Iterable[object],
+        function: Callable[[A, B], PendingCompute[T]],
+        a: Iterable[A],
+        b: Iterable[B],
         /,
-        *iterables: Iterable[object],
-        timeout: float | None = None,
-        retry: Retry | int | None = None,
+        **options: Unpack[MapOptions],
     ) -> Iterator[T]: ...
     @overload
     def map(
         self,
-        function: Callable[[A], T],
-        items: Iterable[A],
+        function: Callable[[A, B, C], PendingCompute[T]],
+        a: Iterable[A],
+        b: Iterable[B],
+        c: Iterable[C],
         /,
-        *,
-        timeout: float | None = None,
-        retry: Retry | int | None = None,
+        **options: Unpack[MapOptions],
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        function: Callable[..., PendingCompute[T]],
+        a: Iterable[object],
+        b: Iterable[object],
+        c: Iterable[object],
+        d: Iterable[object],
+        /,
+        *more: Iterable[object],
+        **options: Unpack[MapOptions],
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self, function: Callable[[A], Coroutine[object, object, T]], a: Iterable[A], /, **options: Unpack[MapOptions]
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        function: Callable[[A, B], Coroutine[object, object, T]],
+        a: Iterable[A],
+        b: Iterable[B],
+        /,
+        **options: Unpack[MapOptions],
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        function: Callable[[A, B, C], Coroutine[object, object, T]],
+        a: Iterable[A],
+        b: Iterable[B],
+        c: Iterable[C],
+        /,
+        **options: Unpack[MapOptions],
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        function: Callable[..., Coroutine[object, object, T]],
+        a: Iterable[object],
+        b: Iterable[object],
+        c: Iterable[object],
+        d: Iterable[object],
+        /,
+        *more: Iterable[object],
+        **options: Unpack[MapOptions],
+    ) -> Iterator[T]: ...
+    @overload
+    def map(self, function: Callable[[A], T], a: Iterable[A], /, **options: Unpack[MapOptions]) -> Iterator[T]: ...
+    @overload
+    def map(
+        self, function: Callable[[A, B], T], a: Iterable[A], b: Iterable[B], /, **options: Unpack[MapOptions]
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        function: Callable[[A, B, C], T],
+        a: Iterable[A],
+        b: Iterable[B],
+        c: Iterable[C],
+        /,
+        **options: Unpack[MapOptions],
     ) -> Iterator[T]: ...
     @overload
     def map(
         self,
         function: Callable[..., T],
-        first: Iterable[object],
-        second: Iterable[object],
+        a: Iterable[object],
+        b: Iterable[object],
+        c: Iterable[object],
+        d: Iterable[object],
         /,
-        *iterables: Iterable[object],
-        timeout: float | None = None,
-        retry: Retry | int | None = None,
+        *more: Iterable[object],
+        **options: Unpack[MapOptions],
     ) -> Iterator[T]: ...
     def map(
         self,

@@ -4,13 +4,48 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.call_options import On, Retry
 from skyproxy.pools.pool import Compute
 from skyproxy.pools.remote_function import Decorator, RemoteFunction, function
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from skyproxy.kubernetes.resources import SpecFields
+    from skyproxy.pools.growth import Nodes
+    from skyproxy.providers.accelerators import Accelerator
+    from skyproxy.providers.base import Progress, Provider, Volume
+    from skyproxy.providers.image import Image
+    from skyproxy.runtime.plugin import Plugin
+
+    class WorkerArguments(SpecFields, total=False):
+        """Arguments of `Compute`; tests/typing holds both together."""
+
+        name: str | None
+        provider: Provider | None
+        accelerator: Accelerator | str | None
+        nodes: int | Nodes | None
+        procs_per_node: int | str
+        vcpus: float | None
+        memory_gb: float | None
+        resources: Mapping[str, object] | None
+        image: Image | str | None
+        plugins: Sequence[Plugin]
+        volumes: Sequence[Volume | Mapping[str, object]]
+        env: Mapping[str, object] | None
+        concurrency: int
+        retry: Retry | int | None
+        timeout: float | str
+        idle_timeout: float | str | None
+        max_lifetime: float | str | None
+        keep: bool
+        on_event: Callable[[Progress], object] | None
+        progress: bool | None
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,11 +123,11 @@ _WORKER_OPTIONS = frozenset(inspect.signature(Compute.__init__).parameters) - {"
 
 
 @overload
-def compute(target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T]: ...
+def compute(target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T, Coroutine[Any, Any, T]]: ...
 @overload
-def compute(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
+def compute(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T], AsyncIterator[T]]: ...
 @overload
-def compute(target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
+def compute(target: Callable[P, T], /) -> RemoteFunction[P, T, T]: ...
 @overload
 def compute(
     *,
@@ -103,7 +138,7 @@ def compute(
     max_restarts: int = 0,
 ) -> Decorator: ...
 @overload
-def compute(**options: object) -> _WorkerDecorator: ...
+def compute(**options: Unpack[WorkerArguments]) -> _WorkerDecorator: ...
 def compute(target: Callable[..., object] | None = None, /, **options: Any) -> Any:
     """A decorator for functions that run elsewhere. What it makes depends on what it is told.
 

@@ -12,6 +12,13 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank, checked_restarts
 from skyproxy.pools.pending import PendingCompute
 
+if TYPE_CHECKING:
+    import typing_extensions  # of the checker
+
+    L_co = typing_extensions.TypeVar("L_co", covariant=True, default=Any)
+else:
+    L_co = TypeVar("L_co", covariant=True)
+
 P = ParamSpec("P")
 P2 = ParamSpec("P2")
 S = TypeVar("S")
@@ -21,14 +28,15 @@ T_co = TypeVar("T_co", covariant=True)
 _DEFAULTS = CallOptions()
 
 
-class RemoteFunction(Generic[P, T_co]):
+class RemoteFunction(Generic[P, T_co, L_co]):
     """A function whose calls wait to be told where to run.
 
     `f(x)` makes a `PendingCompute`; `f.local(x)` runs here and now. Arguments are checked against the signature when
-    the call is written, not when it runs.
+    the call is written, not when it runs. Type checkers know its parameters, the result of a call on a pool, and what
+    `f.local(x)` returns, which for `async def` is a coroutine.
     """
 
-    def __init__(self, function: Callable[P, object], options: CallOptions = _DEFAULTS) -> None:
+    def __init__(self, function: Callable[P, L_co], options: CallOptions = _DEFAULTS) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._options = options
@@ -47,25 +55,27 @@ class RemoteFunction(Generic[P, T_co]):
         return str(getattr(self._function, "__name__", type(self._function).__name__))
 
     @property
-    def function(self) -> Callable[P, Any]:
+    def function(self) -> Callable[P, L_co]:
         """The function that was decorated."""
         return self._function
 
-    def local(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def local(self, *args: P.args, **kwargs: P.kwargs) -> L_co:
         """Calls the function here, as if it had never been decorated."""
         return self._function(*args, **kwargs)
 
-    def __skyproxy_rewrap__(self, wrap: Callable[[Callable[P, Any]], Callable[P, Any]]) -> RemoteFunction[P, T_co]:
+    def __skyproxy_rewrap__(
+        self, wrap: Callable[[Callable[P, Any]], Callable[P, Any]]
+    ) -> RemoteFunction[P, T_co, L_co]:
         """The same with another function inside: decorators above `@compute` work as they do below it."""
         return RemoteFunction(wrap(self._function), self._options)
 
     @overload
-    def __get__(self, instance: None, owner: type | None = None) -> RemoteFunction[P, T_co]: ...
+    def __get__(self, instance: None, owner: type | None = None) -> RemoteFunction[P, T_co, L_co]: ...
     @overload
     def __get__(
-        self: RemoteFunction[Concatenate[S, P2], T_co], instance: S, owner: type | None = None
-    ) -> RemoteFunction[P2, T_co]: ...
-    def __get__(self, instance: object, owner: type | None = None) -> RemoteFunction[..., T_co]:
+        self: RemoteFunction[Concatenate[S, P2], T_co, L_co], instance: S, owner: type | None = None
+    ) -> RemoteFunction[P2, T_co, L_co]: ...
+    def __get__(self, instance: object, owner: type | None = None) -> RemoteFunction[..., T_co, L_co]:
         return self if instance is None else RemoteFunction(types.MethodType(self._function, instance), self._options)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -81,6 +91,9 @@ class RemoteFunction(Generic[P, T_co]):
 
     # Not for type checkers: without these, they report such a line before it runs.
     if not TYPE_CHECKING:
+
+        def __class_getitem__(cls, parameters: object) -> types.GenericAlias:
+            return types.GenericAlias(cls, parameters)  # with two or three: Python 3.11 knows no defaults of them
 
         def __rshift__(self, other: object) -> NoReturn:
             self._call_first(">>")
@@ -106,19 +119,23 @@ class Decorator(Protocol):
     """The decorator that `function(timeout=...)` returns."""
 
     @overload
-    def __call__(self, target: Callable[P, Coroutine[object, object, T]], /) -> RemoteFunction[P, T]: ...
+    def __call__(
+        self, target: Callable[P, Coroutine[Any, Any, T]], /
+    ) -> RemoteFunction[P, T, Coroutine[Any, Any, T]]: ...
     @overload
-    def __call__(self, target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
+    def __call__(
+        self, target: Callable[P, AsyncIterator[T]], /
+    ) -> RemoteFunction[P, Iterator[T], AsyncIterator[T]]: ...
     @overload
-    def __call__(self, target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
+    def __call__(self, target: Callable[P, T], /) -> RemoteFunction[P, T, T]: ...
 
 
 @overload
-def function(target: Callable[P, Coroutine[object, object, T]], /) -> RemoteFunction[P, T]: ...
+def function(target: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, T, Coroutine[Any, Any, T]]: ...
 @overload
-def function(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T]]: ...
+def function(target: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, Iterator[T], AsyncIterator[T]]: ...
 @overload
-def function(target: Callable[P, T], /) -> RemoteFunction[P, T]: ...
+def function(target: Callable[P, T], /) -> RemoteFunction[P, T, T]: ...
 @overload
 def function(
     *,

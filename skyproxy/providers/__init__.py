@@ -43,9 +43,13 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str) -> object:
+def _load(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'skyproxy.providers' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"skyproxy.providers.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # for a checker, there would be an attribute of any name
+    __getattr__ = _load

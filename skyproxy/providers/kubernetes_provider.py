@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ClusterError, ConfigurationError, WorkerStartError
 from skyproxy.kubernetes.accelerators import WHOLE_GPU
@@ -25,6 +25,11 @@ from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec
 from skyproxy.providers.environments import install_steps
 from skyproxy.providers.image import Image
 from skyproxy.providers.locked_requirements import LOCK_FILE, packed
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from skyproxy.kubernetes.resources import SpecFields
 
 logger = logging.getLogger("skyproxy.providers")
 
@@ -58,7 +63,7 @@ class Kubernetes:
         kubeconfig: str | None = None,
         *,
         via: str = "auto",
-        **spec: Any,
+        **spec: Unpack[SpecFields],
     ) -> None:
         """Says where; asks nothing of the cluster yet.
 
@@ -76,7 +81,7 @@ class Kubernetes:
             raise ConfigurationError(f"via={via!r} is not one of: {', '.join(VIA)}.")
         self.address = ClusterAddress(namespace, context, kubeconfig)
         self._via = via
-        self._spec = spec
+        self._spec: dict[str, Any] = {**spec}
 
     async def launch(self, spec: WorkerSpec, report: Report) -> KubernetesLaunched:
         """Makes the Compute and waits until all its processes can be reached; takes it back where that fails.

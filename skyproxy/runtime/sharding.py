@@ -5,12 +5,37 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.instance import instance_info
 
+if TYPE_CHECKING:
+    from typing import Unpack
 
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
+
+
+class ShardOptions(TypedDict, total=False):
+    """Options of `shard`."""
+
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    rank: int | None
+    world_size: int | None
+
+
+@overload
+def shard(one: T, /, **options: Unpack[ShardOptions]) -> T: ...
+@overload
+def shard(one: T, two: U, /, **options: Unpack[ShardOptions]) -> tuple[T, U]: ...
+@overload
+def shard(one: T, two: U, three: V, /, **options: Unpack[ShardOptions]) -> tuple[T, U, V]: ...
+@overload
+def shard(one: T, two: T, three: T, four: T, /, *more: T, **options: Unpack[ShardOptions]) -> tuple[T, ...]: ...
 def shard(
     *arrays: object,
     shuffle: bool = False,

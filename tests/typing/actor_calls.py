@@ -42,6 +42,7 @@ def what_is_known(pool: sky.Compute, node: sky.Node) -> None:
     assert_type(pool.submit(model.step, 1.0), PoolFuture[float])
     assert_type(pool.submit(model.later, 1), PoolFuture[str])
     assert_type(pool.map(model.step, [1.0]), Iterator[float])
+    assert_type(pool.map(model.later, [1]), Iterator[str])
     step = sky.function(model.step)
     assert_type(step(1.0) >> pool, float)
     assert_type((step(1.0) & step(2.0)) >> pool, tuple[float, float])
@@ -70,6 +71,8 @@ def mistakes(pool: sky.Compute) -> None:
     model.stop()  # type: ignore[attr-defined]
     text: str = model.step(1.0)  # type: ignore[assignment]
     pool.submit(model.step, "x")  # type: ignore[call-overload]
+    pool.map(model.step, ["x"])  # type: ignore[arg-type]
+    pool.map(model.step, [1.0], [2.0])  # type: ignore[arg-type]
     sky.function(model.step)("x") >> pool  # type: ignore[arg-type]
     group = Model.on_all(pool)(4)
     group.broadcast(Model.step, "x")  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""What type checkers know of calls on pools, and seven mistakes that they must find.
+"""What type checkers know of calls on pools, and the mistakes that they must find.
 
 Not run: `make types` checks this file with mypy --strict and with pyright, which both know these comments, and for
 which one that ignores nothing is an error.
@@ -6,11 +6,15 @@ which one that ignores nothing is an error.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from typing import assert_type
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, Unpack, assert_type
 
 import skyproxy as sky
-from skyproxy.pools import PendingCompute, PoolFuture
+from skyproxy import client as renamed
+from skyproxy.pools import PendingCompute, PoolFuture, RemoteFunction
+
+if TYPE_CHECKING:
+    from skyproxy.pools.provisioned import WorkerArguments
 
 
 @sky.compute
@@ -49,8 +53,53 @@ class Model:
         return float(x)
 
 
+@sky.compute(
+    name="all",
+    provider=sky.Local(),
+    accelerator="A100",
+    nodes=sky.Nodes(1, 2),
+    procs_per_node="gpu",
+    vcpus=1.5,
+    memory_gb=2,
+    resources={"cpu": 1},
+    image=sky.Image(),
+    plugins=[sky.plugins.torch(), sky.plugins.jax(init="always")],
+    volumes=[{"name": "cache", "storage": "10Gi", "path": "/cache"}],
+    env={"N": 1},
+    concurrency=2,
+    retry=sky.Retry(times=2),
+    timeout="15m",
+    idle_timeout="5m",
+    max_lifetime=60.0,
+    keep=False,
+    on_event=print,
+    progress=True,
+    tolerations=[{"key": "gpu"}],
+)
+def with_every_argument(node: sky.Compute) -> None: ...
+
+
+def takes_them(**arguments: Unpack[WorkerArguments]) -> sky.Compute:
+    return sky.Compute(**arguments)
+
+
+@sky.compute
+def joined(x: int, y: str = "", *more: float) -> bytes:
+    return b""
+
+
+@renamed.compute
+def of_the_second_name(rows: list[int]) -> int:
+    (own,) = [sky.shard(rows, shuffle=True)]
+    return len(own)
+
+
 def plain(x: int) -> str:
     return str(x)
+
+
+async def plain_later(x: int, y: str) -> float:
+    return 0.5
 
 
 def what_is_known(pool: sky.Compute, node: sky.Node) -> None:
@@ -76,12 +125,29 @@ def what_is_known(pool: sky.Compute, node: sky.Node) -> None:
     assert_type(pool.broadcast(plain, 1), list[str])
     assert_type(pool.map(double, [1, 2]), Iterator[int])
     assert_type(pool.map(plain, [1, 2]), Iterator[str])
+    assert_type(pool.map(later, [1, 2], timeout=3, retry=2), Iterator[float])
+    assert_type(pool.map(plain_later, [1], ["a"]), Iterator[float])
+    assert_type(pool.map(joined, [1], ["a"], [0.5]), Iterator[bytes])
+    assert_type(pool.map(joined, [1], ["a"], [0.5], [0.5]), Iterator[bytes])
+    assert_type(pool.map(lambda x, y: x + len(y), [1], ["a"]), Iterator[int])
+    assert_type(double.local(1), int)
+    here: Coroutine[Any, Any, float] = later.local(1)
+    here.close()
+    assert_type(count_later.local(1), AsyncIterator[int])
+    assert_type(Model().score.local(1), float)
+    assert_type(sky.shard([1], "ab", (3.0,)), tuple[list[int], str, tuple[float]])
+    assert_type(of_the_second_name([1]) >> pool, int)
+    named: RemoteFunction[[int], str] = name_of
+    assert_type(named(1) >> pool, str)
 
 
 async def what_is_awaited(pool: sky.Compute, node: sky.Node) -> None:
     assert_type(await node.execute(plain, 1), str)
     assert_type(await (double(1) > pool), int)
     assert_type(await fit(3), float)
+    async with renamed.Cluster(renamed.Compute(), renamed.Compute()) as (trainer, other):
+        trainer.device("cuda")
+        other.device("cuda")
 
 
 def seven_mistakes(pool: sky.Compute) -> None:
@@ -108,3 +174,19 @@ async def more_mistakes(pool: sky.Compute, node: sky.Node) -> None:
     pool.map(double, ["x"])  # type: ignore[arg-type]
     double(1).stream(pool)  # type: ignore[misc]
     Model().score("x") >> pool  # type: ignore[arg-type]
+    pool.map(joined, ["x"], [1])  # type: ignore[arg-type]
+    pool.map(joined, [1], [2])  # type: ignore[arg-type]
+    pool.map(plain, [1], [2])  # type: ignore[arg-type]
+    pool.map(plain, [1], timeout="3")  # type: ignore[call-overload]
+    text: str = double.local(1)  # type: ignore[assignment]
+    number: int = later.local(1)  # type: ignore[assignment]
+    rows: str = sky.shard([1])  # type: ignore[assignment]
+    sky.Compute(nodez=2)  # type: ignore[call-arg]
+    sky.Compute(tolerations="gpu")  # type: ignore[arg-type]
+    sky.Compute(plugins=[sky.plugins.torch])  # type: ignore[list-item]
+    sky.plugins.torch(backed="gloo")  # type: ignore[call-arg]
+    sky.compute(timout=3)  # type: ignore[call-overload]
+    sky.compute(nmae="x", image="y")  # type: ignore[call-overload]
+    sky.functionn(plain)  # type: ignore[attr-defined]
+    renamed.Computer()  # type: ignore[attr-defined]
+    print(text, number, rows)
