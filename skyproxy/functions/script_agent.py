@@ -15,10 +15,16 @@ from typing import Any
 
 import torch.distributed
 from torch.distributed import run
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import SignalException, tail_log
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    c10d_rendezvous_backend,
+    dynamic_rendezvous,
+    static_tcp_rendezvous,
+)
 
+from skyproxy.functions.script_output import pass_on_file
 from skyproxy.transport.addresses import listen_on_loopback
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -35,6 +41,20 @@ class MachineStore(torch.distributed.TCPStore):  # type: ignore[name-defined, mi
         super().__init__(host_name, port, world_size, is_master, *rest, **more)
 
 
+class RoundHandler(dynamic_rendezvous.DynamicRendezvousHandler):
+    """PyTorch's meeting of agents, where the processes of each round get a store of their own.
+
+    PyTorch's own agents publish the place of the processes' store in their first round only: one that joins later waits
+    for it until both give up. And whoever starts again would find what the processes before have left in it.
+    """
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class."""
+        self._bootstrap_store_info = None
+        self._shared_tcp_store_server = None
+        return super().next_rendezvous()
+
+
 def main(report: Path, parent: int, arguments: list[str]) -> int:
     """Run the launcher of PyTorch; return the exit code.
 
@@ -47,6 +67,8 @@ def main(report: Path, parent: int, arguments: list[str]) -> int:
     torch.distributed.TCPStore = MachineStore  # type: ignore[attr-defined]
     c10d_rendezvous_backend.TCPStore = MachineStore  # type: ignore[attr-defined]
     static_tcp_rendezvous.TCPStore = MachineStore  # type: ignore[attr-defined]
+    dynamic_rendezvous.DynamicRendezvousHandler = RoundHandler  # type: ignore[misc]
+    tail_log.tail_logfile = pass_on_file
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
@@ -57,7 +79,7 @@ def main(report: Path, parent: int, arguments: list[str]) -> int:
                 "local_rank": failure.local_rank,
                 "exit_code": failure.exitcode,
                 # Without a file of the script's own, PyTorch gives a hint on how to have one.
-                "message": failure.message if os.path.isfile(failure.error_file) else "",
+                "message": _words(failure.message) if os.path.isfile(failure.error_file) else "",
             }
             for rank, failure in failures
         ]
@@ -66,6 +88,11 @@ def main(report: Path, parent: int, arguments: list[str]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _words(message: object) -> str:
+    """Return what a process said of its failure: PyTorch's `@record` has its traceback beside it."""
+    return str(message.get("message", message) if isinstance(message, dict) else message)
 
 
 def _end_with(parent: int) -> None:

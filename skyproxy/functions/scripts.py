@@ -274,10 +274,6 @@ def agent_environment(script: Script, folder: str, info: InstanceInfo) -> dict[s
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     env.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     env.pop(POOL_VARIABLE, None)  # of the agents; torchrun tells the processes their own place
-    if script.meeting is not None:
-        # An agent that stays publishes its store once, in the first round, and one that joins a later round waits for
-        # it there until both give up. Unshared, the place of the processes' store is published in every round.
-        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     call = current_call()
     folders = PROJECT_CODE.folders(call.session) if call is not None else []
     known = env.get("PYTHONPATH", "").split(os.pathsep)

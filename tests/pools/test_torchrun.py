@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +24,7 @@ from skyproxy.functions.waiting_calls import WAITING_CALLS
 from skyproxy.pools import Compute
 from skyproxy.runtime import debug_rooms
 from skyproxy.runtime.debug_rooms import Line
+from skyproxy.runtime.lifecycle import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -159,6 +162,97 @@ def test_losses_are_those_of_torchrun(pool: Compute, folder: Path, way: str) -> 
     subprocess.run([*command, str(folder / "train.py"), str(theirs), "3", way], check=True, timeout=300)
     for rank in range(4):
         assert (ours / f"losses-{rank}").read_text() == (theirs / f"losses-{rank}").read_text() != ""
+
+
+VARIABLES = """
+import json
+import os
+import sys
+
+with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
+    json.dump(dict(os.environ), file)
+"""
+OF_EACH_RUN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
+
+
+@pytest.mark.parametrize("options", [{}, {"nnodes": 2, "max_restarts": 1}, {"nnodes": "1:2"}], ids=str)
+def test_the_environment_is_that_of_torchrun(pool: Compute, folder: Path, options: dict[str, Any]) -> None:
+    (folder / "variables.py").write_text(VARIABLES)
+    ours, theirs = folder / "ours", folder / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    pool.torchrun(folder / "variables.py", ours, nproc_per_node=2, **options)
+    meeting = f"127.0.0.1:{free_ports(1)[0]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    command += [f"--nnodes={options.get('nnodes', 2)}", f"--max-restarts={options.get('max_restarts', 0)}"]
+    agents = []
+    for node in range(2):
+        way = [
+            f"--node-rank={node}",
+            f"--master-addr={meeting.split(':')[0]}",
+            f"--master-port={meeting.split(':')[1]}",
+        ]
+        if options:
+            way = [
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={meeting}",
+                "--rdzv-id=x",
+                f"--rdzv-conf=is_host={1 - node}",
+            ]
+        line = [*command, *way, str(folder / "variables.py"), str(theirs)]
+        agents.append(subprocess.Popen(line, env=dict(os.environ)))
+    assert [agent.wait(300) for agent in agents] == [0, 0]
+    for rank in range(4):
+        found = json.loads((ours / str(rank)).read_text())
+        wanted = json.loads((theirs / str(rank)).read_text())
+        own = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+        assert {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} <= own.keys()
+        assert own.keys() <= found.keys()
+        assert {name: found[name] for name in own.keys() - OF_EACH_RUN} == {
+            name: own[name] for name in own.keys() - OF_EACH_RUN
+        }
+
+
+AGAIN = """
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main():
+    dist.init_process_group("gloo")
+    dist.all_reduce(total := torch.tensor(dist.get_rank()))
+    print("sum", int(total), flush=True)
+    dist.barrier()
+    if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] < sys.argv[1]:
+        raise ValueError("not yet")
+    dist.barrier()
+    os._exit(0)
+
+
+main()
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"nnodes": "1:2"}], ids=str)
+def test_processes_that_are_started_again_meet_anew(
+    pool: Compute, folder: Path, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # With PyTorch's own agents of 2.13, they find in their store what those before have left there, and fail.
+    (folder / "again.py").write_text(AGAIN)
+    pool.torchrun(folder / "again.py", 1, nproc_per_node=2, max_restarts=1, **options)
+    assert capsys.readouterr().out.count("sum 6\n") == 8
+
+
+def test_a_failure_says_what_the_script_has_recorded(node: sky.Node, folder: Path) -> None:
+    (folder / "again.py").write_text(AGAIN)
+    script = replace(describe_script(folder / "again.py", [9], procs_per_node=2), directory=str(folder))
+    with pytest.raises(ScriptError, match=r"\(process 1 of this node\) ended with exit code 1: ValueError: not yet"):
+        node.submit(run_script, script).result(300)
 
 
 def test_a_process_that_is_killed_ends_all_and_is_named(pool: Compute, folder: Path) -> None:

@@ -41,6 +41,8 @@ EXCEPTIONS = {
     ("skyproxy/functions/script_agent.py", "torch.distributed.TCPStore"): "the launcher's own process",
     ("skyproxy/functions/script_agent.py", "c10d_rendezvous_backend.TCPStore"): "the same",
     ("skyproxy/functions/script_agent.py", "static_tcp_rendezvous.TCPStore"): "the same",
+    ("skyproxy/functions/script_agent.py", "dynamic_rendezvous.DynamicRendezvousHandler"): "the same",
+    ("skyproxy/functions/script_agent.py", "tail_log.tail_logfile"): "the same",
     ("skyproxy_server/functions/call_threads.py", "_thread_dictionary.restype"): "the type of a function in C",
     ("skyproxy/runtime/rank_start/sitecustomize.py", "sys.excepthook"): "a process of a script that is debugged",
     ("skyproxy/jobs/function_process.py", "sys.path"): "the process of a job, which imports what its program does",

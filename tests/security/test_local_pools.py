@@ -97,12 +97,12 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"max_restarts": 1}, {"nnodes": "1:4"}], ids=str)
 def test_nothing_that_torchrun_opens_on_this_machine_is_reached_from_others(
-    pool: Any, tmp_path: Path, restarts: int
+    pool: Any, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    pool.torchrun(tmp_path / "script.py", tmp_path, nproc_per_node=2, max_restarts=restarts)
+    pool.torchrun(tmp_path / "script.py", tmp_path, nproc_per_node=2, **options)
     found = [(tmp_path / str(rank)).read_text().split() for rank in range(4)]
     assert any(found)
     assert [reached_by_others(addresses) for addresses in found] == [[]] * 4
