@@ -7,7 +7,7 @@ import inspect
 import platform
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,7 +72,13 @@ def _call(document: Document) -> object:
     value = cast("Callable[..., object]", function)(*args, **kwargs)
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
+    if inspect.isasyncgen(value):
+        return asyncio.run(_listed(value))
     return list(value) if inspect.isgenerator(value) else value
+
+
+async def _listed(items: AsyncIterator[object]) -> list[object]:
+    return [item async for item in items]
 
 
 def _exit_code(ending: SystemExit) -> int:

@@ -153,7 +153,7 @@ class Job:
         """Yield the lines that it has printed, standard output and standard error together.
 
         Of a job on several nodes, each line has its node in front: one node after the other, or with `follow` as the
-        lines come. Under torchrun, the rank follows. What a worker no longer keeps is left out:
+        lines come. Under torchrun, the rank follows. Where a worker no longer keeps some of it, a line says so:
         SKYPROXY_MAX_JOB_LOG_BYTES.
 
         Args:

@@ -181,7 +181,7 @@ def result_bytes(link: JobLink, name: str) -> bytes | None:
 
 
 def log_pieces(link: JobLink, name: str, offset: int, *, follow: bool) -> Iterator[bytes]:
-    """Yield what a job has printed, and while it runs, what it prints.
+    """Yield what a job has printed, and while it runs, what it prints; a line says what is no longer kept.
 
     Args:
         link: to its worker.
@@ -190,11 +190,18 @@ def log_pieces(link: JobLink, name: str, offset: int, *, follow: bool) -> Iterat
         follow: until it stands still.
     """
     seconds = WAIT_SECONDS if follow else 0.0
+    is_within_line = False
     while True:
         answer, data = link.ask("log", name=name, offset=offset, limit=SETTINGS.chunk_bytes, wait_seconds=seconds)
+        begin = max(_whole_number(answer.get("offset")), 0)
+        if 0 <= offset < begin:
+            end_of_line = "\n" if is_within_line else ""
+            yield f"{end_of_line}[skyproxy] {begin - offset} bytes before this line are no longer kept\n".encode()
+            is_within_line = False
         if data:
             yield data
-        offset = max(_whole_number(answer.get("offset")), 0) + len(data)
+            is_within_line = not data.endswith(b"\n")
+        offset = begin + len(data)
         if not answer.get("more") or (not data and not follow):
             return
 

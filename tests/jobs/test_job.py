@@ -10,7 +10,7 @@ import pytest
 
 from skyproxy.errors import ConnectError, JobFailedError, ProtocolError, UnknownJobError
 from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
-from skyproxy.jobs.link import JobLink, send_job
+from skyproxy.jobs.link import JobLink, log_pieces, send_job
 from skyproxy.transport.base import Transport
 from skyproxy_server.jobs.records import RUNNING
 from tests.jobs.workers import opener, worker_with_jobs
@@ -45,6 +45,38 @@ def test_the_output_is_followed_to_the_end_in_whole_lines(tmp_path: Path) -> Non
         assert list(job.logs()) == lines
         assert job.wait(PATIENCE_SECONDS).exit_code == 0
         assert job.result(PATIENCE_SECONDS) is None
+
+
+def test_output_that_is_no_longer_kept_is_told(tmp_path: Path) -> None:
+    text = """
+import pathlib, sys, time
+print("first", "half a line", end="", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+print(*["x" * 99] * 100, "last", sep="\\n")
+"""
+    gate = tmp_path / "gate"
+    with worker_with_jobs(tmp_path / "jobs", limits(max_job_log_bytes=1000)) as (worker, store):
+        link = JobLink(opener(worker))
+        job = start(opener(worker), payload_of(tmp_path, text, str(gate)))
+        pieces = log_pieces(link, "mine", 0, follow=True)
+        seen = next(pieces)
+        while b"line" not in seen:
+            seen += next(pieces)
+        gate.touch()
+        job.wait(PATIENCE_SECONDS)
+        seen += b"".join(pieces)
+        link.close()
+        whole = list(job.logs())
+        (running,) = store._jobs.values()
+        kept = running.log.end - running.log.start
+    first, notice, *rest = seen.decode().splitlines()
+    assert first == "first half a line"
+    assert notice == f"[skyproxy] {running.log.start - len(first)} bytes before this line are no longer kept"
+    assert whole[0] == f"[skyproxy] {running.log.start} bytes before this line are no longer kept"
+    assert rest == whole[1:]
+    assert len("\n".join(rest)) + 1 == kept
+    assert rest[-1] == "last"
 
 
 def test_a_failure_says_how_with_the_end_of_the_log(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,16 @@ def test_a_function_runs_as_a_job_and_is_found_again(node: skyproxy.Node) -> Non
     with pytest.raises(UnknownJobError):
         node.job("scaling")
     assert node.jobs() == []
+
+
+@skyproxy.function
+async def counted(to: int) -> AsyncIterator[int]:
+    for number in range(to):
+        yield number
+
+
+def test_what_a_generator_yields_is_a_list(node: skyproxy.Node) -> None:
+    assert node.submit_job(counted, 3).result(SECONDS) == [0, 1, 2]
 
 
 def test_what_a_function_raises_is_raised_here(node: skyproxy.Node) -> None:

@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 
 from skyproxy.errors import AuthenticationError
+from skyproxy.jobs.job import Job
+from skyproxy.jobs.link import JobLink, jobs_hello, send_job
 from skyproxy.protocol.messages import Ack, Batch, Hello, Sequence
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import WebSocketTransport, connect_websocket
 from skyproxy_server.__main__ import main
+from tests.server.jobs.programs import payload_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -140,6 +143,40 @@ def test_signals_end_it_in_order(number: signal.Signals) -> None:
         assert process.wait(10) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+SPOT = """
+import signal, sys, time
+import skyproxy
+place = skyproxy.checkpoint_dir() / "saved"
+if place.exists():
+    print("again", skyproxy.restart_count(), place.read_text())
+    sys.exit(0)
+signal.signal(signal.SIGTERM, lambda *_: (place.write_text("state"), sys.exit(143)))
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+def job_of(process: subprocess.Popen[str]) -> Job:
+    port = int(line_with(process, r"listening on .* port (\d+)")[1])
+    return Job("spot", [lambda: connect_websocket(f"ws://127.0.0.1:{port}", TOKEN, jobs_hello())[0]])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_a_job_saves_its_state_when_its_machine_is_taken_away_and_goes_on_with_the_next_worker(tmp_path: Path) -> None:
+    with program("--jobs", str(tmp_path / "jobs"), token=TOKEN) as process:
+        job = job_of(process)
+        with JobLink(job._nodes[0]) as link:
+            send_job(link, {"name": "spot", "kind": "script", "title": "spot"}, payload_of(tmp_path, SPOT))
+        assert next(job.logs(follow=True)) == "begun"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    with program("--jobs", str(tmp_path / "jobs"), token=TOKEN) as process:
+        job = job_of(process)
+        status = job.wait(50)
+        assert (status.state, status.preemptions, status.restarts) == ("succeeded", 1, 0)
+        assert list(job.logs())[-1] == "again 1 state"
 
 
 def test_the_token_is_in_neither_arguments_nor_output(tmp_path: Path) -> None:
