@@ -30,6 +30,7 @@ from skyproxy.settings import SETTINGS
 _POLL_SECONDS = 0.05
 _SHOWN_LOG_BYTES = 4000
 _END_GRACE_SECONDS = 10.0
+_JOBS_VARIABLE = "SKYPROXY_JOBS"
 _REPORT = "suspended.json"
 _BEYOND_LEAVE_SECONDS = 30.0
 """The time that a worker may take to end when its sessions are suspended."""
@@ -204,7 +205,9 @@ def start_detached(
         command += ["--port-file", str(folder / "port"), "--token-file", str(folder / "token")]
         command += ["--snapshots", str(worker.snapshots), "--suspend-report", str(folder / _REPORT)]
         command += ["--suspend-after", f"{suspend_after_seconds:g}"] if suspend_after_seconds else []
-        command += ["--jobs", str(folder / "jobs"), "--device", device, "--log-level", log_level]
+        # A folder of the user's own choice is one that does not go with the worker.
+        command += [] if _JOBS_VARIABLE in variables else ["--jobs", str(folder / "jobs")]
+        command += ["--device", device, "--log-level", log_level]
         process = _spawn(command, {**worker_environment(), **variables}, worker.log)
         worker = replace(claimed, process_id=process.pid, identity=identity_of(process.pid) or "")
         _write(worker, folder)

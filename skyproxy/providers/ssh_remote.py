@@ -128,7 +128,9 @@ def _start(folder: Path, row: dict[str, Any], timeout_seconds: float) -> None:
     command = [str(python), "-P", "-m", "skyproxy_server", "--host", "127.0.0.1", "--port", "0"]
     command += ["--port-file", str(folder / "port"), "--token-file", str(folder / "token")]
     command += ["--snapshots", str(folder / "snapshots"), "--suspend-report", str(folder / _REPORT)]
-    command += ["--jobs", str(folder / "jobs"), *row["arguments"]]
+    # A folder of the user's own choice is one that does not go with the worker.
+    command += [] if "SKYPROXY_JOBS" in row["env"] else ["--jobs", str(folder / "jobs")]
+    command += row["arguments"]
     log = os.open(folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     process = subprocess.Popen(
         command,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from skyproxy.errors import ConfigurationError, ConnectError
+from skyproxy.errors import ConfigurationError, ConnectError, WorkerStartError
 from skyproxy.providers import detached
 from skyproxy.providers.detached import DetachedWorker, find, list_detached, local_address
 from skyproxy.providers.processes import identity_of
@@ -34,6 +35,22 @@ def claim(name: str) -> tuple[DetachedWorker, int]:
     own = str(identity_of(os.getpid()))
     worker = DetachedWorker(name, os.getpid(), own, "cpu", "2026-01-02T00:00:00+00:00")
     return worker, detached._claim(worker)
+
+
+@pytest.mark.parametrize("chosen", [None, "/work/jobs"])
+def test_jobs_lie_where_the_user_says(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[list[str], str | None]] = []
+
+    def spawn(command: list[str], environment: dict[str, str], log: Path) -> NoReturn:
+        begun.append((command, environment.get("SKYPROXY_JOBS")))
+        raise WorkerStartError("not here")
+
+    monkeypatch.setattr(detached, "_spawn", spawn)
+    monkeypatch.delenv("SKYPROXY_JOBS", raising=False)
+    with pytest.raises(WorkerStartError):
+        detached.start_detached("dev", env={} if chosen is None else {"SKYPROXY_JOBS": chosen})
+    ((command, variable),) = begun
+    assert ("--jobs" in command, variable) == (chosen is None, chosen)
 
 
 def test_a_name_in_use_cannot_be_taken() -> None:
