@@ -434,7 +434,8 @@ class Scheduler:
 
     def _release_rank(self, task: PoolTask, prefer: bool = False) -> None:
         """The task's process is free again, and the next call may best go there, too."""
-        task.running = task.keeps = None
+        # Until this returns: an actor whose last handle goes ends the calls that still run.
+        _kept, task.running, task.keeps = task.keeps, None, None
         with self._lock:
             self._release(task, prefer)
             if self._waiting:

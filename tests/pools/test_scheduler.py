@@ -11,6 +11,7 @@ import torch
 
 import skyproxy as sky
 from skyproxy.pools import Compute
+from skyproxy.pools.actor_calls import ActorCalls
 from skyproxy.pools.pool_task import PoolTask
 from skyproxy.pools.scheduler import Scheduler
 
@@ -19,6 +20,11 @@ from skyproxy.pools.scheduler import Scheduler
 def pool() -> Iterator[Compute]:
     with Compute(provider=sky.Local(device="cpu")) as pool:
         yield pool
+
+
+class Adder(sky.Actor):
+    def add(self, one: int, two: int) -> int:
+        return one + two
 
 
 @sky.compute
@@ -59,3 +65,12 @@ def test_a_mistake_of_ours_at_the_end_of_a_call_leaves_nobody_waiting(
     with pytest.raises(ZeroDivisionError, match="of ours"):
         (double(torch.ones(1 << 20)) > pool).result(60)  # whose result is taken on a thread for results
     assert double(2) >> pool == 4
+
+
+def test_the_last_call_of_an_actor_that_nobody_holds_has_its_result(
+    pool: Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An actor ends on another thread; here at once, where its handle goes.
+    monkeypatch.setattr(ActorCalls, "retire", ActorCalls._retire)
+    assert Adder.on_all(pool)().submit(Adder.add, 1, 2).result(60) == [3]
+    assert pool.submit(Adder.on(pool)().add, 3, 4).result(60) == 7
