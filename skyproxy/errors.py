@@ -40,7 +40,9 @@ import functools
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class SkyproxyError(Exception):
@@ -170,7 +172,7 @@ class RankErrors(SkyproxyError, ExceptionGroup[Exception]):
         for ranks in alike.values():
             if len(ranks) > 1:
                 listed = ", ".join(map(str, sorted(ranks)))
-                ordered[ranks[0]].add_note(f"The same on {len(ranks)} ranks: {listed}.")
+                add_note(ordered[ranks[0]], f"The same on {len(ranks)} ranks: {listed}.")
             shown |= dict.fromkeys(ranks, ordered[ranks[0]])
         group = cls(message, [ordered[ranks[0]] for ranks in alike.values()])
         group.by_rank, group.first, group._shown = ordered, first, shown
@@ -191,6 +193,22 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return repr(type(error))
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to anybody's exception, also where its class lets nobody set attributes, as frozen dataclasses do."""
+    try:
+        vars(error).setdefault("__notes__", [])  # which is all that `add_note` would have to set
+        error.add_note(note)
+    except Exception:  # code of the user's class; the error is what matters
+        return
+
+
+def tell_origin(error: E, function: str, traceback: str) -> E:
+    """Tell an exception that a function raised it on a worker, with the traceback there as its cause; return it."""
+    add_note(error, f"raised by {function} on the worker; its traceback there is above")
+    BaseException.__dict__["__cause__"].__set__(error, RemoteTraceback(traceback))  # as `raise ... from` does
+    return error
 
 
 class ScriptError(SkyproxyError, RuntimeError):

@@ -17,8 +17,8 @@ from skyproxy.errors import (
     LimitExceededError,
     ProtocolError,
     RemoteFunctionError,
-    RemoteTraceback,
     UntrustedResultError,
+    tell_origin,
     visible,
 )
 from skyproxy.functions.caller_streams import CallerStreams
@@ -26,6 +26,7 @@ from skyproxy.functions.items import Ahead, Items
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.plain_reading import from_plain
+from skyproxy.releasing_future import ReleasingFuture
 from skyproxy.runtime import breakpoints
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Call:
         self._on_output = on_output or CallerStreams()
         # The caller's context, by which Jupyter knows the cell that output belongs to.
         self._context = contextvars.copy_context()
-        self._future: concurrent.futures.Future[ReceivedEvent] = concurrent.futures.Future()
+        self._future: ReleasingFuture[ReceivedEvent] = ReleasingFuture()
         self._has_begun = False
         self._on_begin: list[Callable[[], object]] = []
         self._items, self.ahead = Items(), Ahead(name)
@@ -213,10 +214,7 @@ class Call:
 
     def add_done_callback(self, callback: Callable[[Call], object]) -> None:
         """Calls `callback` with this call once it is done, on a thread of the session; at once if it is."""
-        # Emptied when it is called: futures keep their callbacks, and a circle would keep the result until Python's
-        # collector comes.
-        held = [self]
-        self._future.add_done_callback(lambda future: callback(held.pop()))
+        self._future.add_done_callback(lambda future: callback(self))
 
     def add_started_callback(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the function has begun on the worker, or will not; at once if that is so already."""
@@ -235,8 +233,11 @@ class Call:
         except asyncio.CancelledError:
             self.cancel()
             raise
-        # Unpickling may take long, and adopting tensors may wait for a slow connection.
-        return self.result() if self._taken else await asyncio.to_thread(self.result)
+        if not self._taken:
+            # Unpickling may take long, and adopting tensors may wait for a slow connection. Not `result`: of some
+            # errors asyncio makes others.
+            await asyncio.to_thread(self.exception)
+        return self.result()
 
     # --- items -------------------------------------------------------------------------------------------------------
 
@@ -432,22 +433,17 @@ class Call:
             return error
         told = RemoteFunctionError(f"{name}: {message}")
         told.remote_traceback = traceback
-        return self._tell_origin(told, traceback)
-
-    def _tell_origin(self, error: BaseException, traceback: str) -> BaseException:
-        error.add_note(f"raised by {self.name} on the worker; its traceback there is above")
-        error.__cause__ = RemoteTraceback(traceback)
-        return error
+        return tell_origin(told, self.name, traceback)
 
     def _rebuild_error(self, came: ReceivedEvent, traceback: str) -> BaseException | None:
         """The exception that the function raised, as an object; None where it cannot be made here, or told of."""
         try:
             if came.value.get("form") == PLAIN:
                 error = from_plain(came.pieces, came.value, _no_reference)
-                return self._tell_origin(error, traceback) if isinstance(error, Exception) else None
+                return tell_origin(error, self.name, traceback) if isinstance(error, Exception) else None
             if self._adopter.trusted:
                 error = Unpickler(came.pieces, came.value, _no_reference).unpickle()
-                return self._tell_origin(error, traceback) if isinstance(error, BaseException) else None
+                return tell_origin(error, self.name, traceback) if isinstance(error, BaseException) else None
         except Exception as problem:
             if raised_by_handler(problem):
                 raise
@@ -496,5 +492,6 @@ class _Iterator(Iterator[Any]):
         """Cancels the call, unless it has ended."""
         self._call.cancel()
 
-    def __del__(self) -> None:
-        self._call.give_up()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else the connection ends, and modules are being taken down
+            self._call.give_up()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pickle import PickleBuffer
 from typing import Any
 
 import cloudpickle
+import cloudpickle.cloudpickle as _cloudpickle
 import torch
 
 from skyproxy import torch_codec
@@ -117,15 +120,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # `torch.ops`, the lazy modules of transformers: cloudpickle knows plain modules only.
             if sys.modules.get(obj.__name__) is obj or sys.modules.get(getattr(obj.__spec__, "name", "")) is obj:
                 return importlib.import_module, (obj.__name__,)
+        special: Callable[[Any], object] | None = _SPECIAL.get(type(obj))
         if isinstance(obj, BaseException):
-            reduced = reduce_exception(obj)
-            if reduced is not NotImplemented:
-                return reduced
+            special = reduce_exception
+        if special is not None and (reduced := special(obj)) is not NotImplemented:
+            return reduced
         if self._sends_projects and isinstance(obj, types.FunctionType):
             reduced = reduce_decorated(obj)
             if reduced is not NotImplemented:
                 return reduced
         reduced = super().reducer_override(obj)
+        if isinstance(obj, type):
+            _keep_qualname(obj, reduced)
         if reduced is not NotImplemented and not self._by_value and isinstance(obj, types.FunctionType):
             self._by_value = obj.__qualname__
         return reduced
@@ -147,6 +153,46 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return "tensor", number, None
         state = {name: value for name, value in tensor.__dict__.items() if name not in _HIDDEN_ATTRIBUTES}
         return "tensor", number, state or None
+
+
+def _reduce_cached_property(found: functools.cached_property[Any]) -> object:
+    # On Python 3.11 it has a lock.
+    return functools.cached_property, (found.func,), {"attrname": found.attrname, "__doc__": found.__doc__}
+
+
+def _reduce_cached_function(function: functools._lru_cache_wrapper[Any]) -> object:
+    found = _cloudpickle._lookup_module_and_qualname(function)
+    if found is not None and not _cloudpickle._is_registered_pickle_by_value(found[0]):
+        return NotImplemented  # the worker imports it
+    parameters = function.cache_parameters()
+    return _make_cached_function, (function.__wrapped__, parameters["maxsize"], parameters["typed"])
+
+
+def _make_cached_function(function: Callable[..., object], maxsize: int | None, typed: bool) -> object:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def _reduce_weak_mapping(
+    mapping: weakref.WeakKeyDictionary[Any, Any] | weakref.WeakValueDictionary[Any, Any],
+) -> object:
+    return type(mapping), (dict(mapping),)
+
+
+def _keep_qualname(kind: type, reduced: Any) -> None:
+    """Have a class that travels as code keep the name of the class that it stands in, which cloudpickle leaves out."""
+    if isinstance(reduced, tuple) and "." in kind.__qualname__ and "<locals>" not in kind.__qualname__:
+        attributes = reduced[2][0] if len(reduced) > 2 and isinstance(reduced[2], tuple) else None
+        if isinstance(attributes, dict):
+            attributes["__qualname__"] = kind.__qualname__
+
+
+_SPECIAL: dict[type, Callable[[Any], object]] = {
+    functools.cached_property: _reduce_cached_property,
+    functools._lru_cache_wrapper: _reduce_cached_function,
+    weakref.WeakKeyDictionary: _reduce_weak_mapping,  # `functools.singledispatch` has one
+    weakref.WeakValueDictionary: _reduce_weak_mapping,
+}
+"""What neither pickle nor cloudpickle can write, though it is made of what they can."""
 
 
 def pickle_simple(value: object) -> Pickled:

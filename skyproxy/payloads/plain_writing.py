@@ -18,6 +18,7 @@ import torch
 from skyproxy import torch_codec
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads import rebuilding
+from skyproxy.payloads.exceptions import parts_of
 from skyproxy.payloads.pickling import Pickled
 from skyproxy.payloads.plain import ATOMS, FACTORIES, PATHS, Code, NotPlainError
 from skyproxy.payloads.plain_writer import MAX_INT, MIN_INT, OUT_OF_BAND_BYTES, PlainWriter, WriteFunction
@@ -202,7 +203,7 @@ def _put_return_type(writer: PlainWriter, value: tuple[object, ...]) -> None:
 def _put_exception(writer: PlainWriter, error: BaseException) -> None:
     """Whatever is plain of it: its class, so that it can be caught, and its text, come in any case."""
     try:
-        arguments, state = rebuilding.parts_of(error)
+        arguments, state = parts_of(error)
     except Exception as problem:  # code of the user's class
         if raised_by_handler(problem):
             raise

@@ -7,6 +7,7 @@ constructor nor a setter written in Python runs.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 import inspect
@@ -17,13 +18,12 @@ from typing import Any
 
 import torch
 
-from skyproxy.errors import RankErrors, visible
-from skyproxy.payloads.exceptions import make_exception
+from skyproxy.errors import visible
+from skyproxy.payloads.exceptions import C_DATA, describe_exception, make_exception, parts_of, set_attributes
 from skyproxy.payloads.projects import is_project_module
 
 _END_LOOPS = (StopIteration, StopAsyncIteration)
 """Exceptions that end a loop of whoever calls us, without a word."""
-_C_DATA = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _PROGRAM = frozenset({"__main__", "__mp_main__"})
 RETURN_TYPES: dict[str, type] = {
     kind.__name__: kind
@@ -159,13 +159,11 @@ def find_exception(module: str, qualname: str) -> type[Exception]:
 
     Raises:
         UnknownClassError: the program has not loaded it; or it ends programs or loops instead of being an error; or a
-            `__new__` or `__del__` written in Python belongs to it.
+            `__del__` written in Python belongs to it.
     """
     kind = find_class(module, qualname)
     allowed = issubclass(kind, Exception) and not issubclass(kind, _END_LOOPS) and not _has_end(kind)
-    if issubclass(kind, ExceptionGroup):
-        allowed = kind in (ExceptionGroup, RankErrors)
-    if not allowed or type(kind) is not type or not _is_in_c(kind.__new__):
+    if not allowed or type(kind) not in (type, abc.ABCMeta):
         raise UnknownClassError(full_name(kind))
     return kind
 
@@ -185,28 +183,19 @@ def build_exception(kind: type[Exception], arguments: tuple[object, ...], state:
         parts = arguments[1] if len(arguments) == 2 and isinstance(arguments[0], str) else None
         if not isinstance(parts, list | tuple) or not all(isinstance(item, Exception) for item in parts):
             raise TypeError(f"{full_name(kind)} is not made of these arguments")
-    error: Any = make_exception(kind, tuple(map(_show, arguments)), None)
+    error = make_exception(kind, tuple(map(_show, arguments)))
     for name, value in state.items():
         if not isinstance(name, str):
             continue
         if name == "__notes__" and isinstance(value, list) and all(isinstance(note, str) for note in value):
-            error.__notes__ = [visible(note) for note in value]
+            set_attributes(error, {name: [visible(note) for note in value]})
         elif name.startswith("__"):
             continue
-        elif type(inspect.getattr_static(kind, name, None)) in _C_DATA:
-            # What a class in C keeps in the object itself, such as the `name` of an ImportError. C code takes it.
-            setattr(error, name, value)
-        elif _is_stored(kind, name):
-            error.__dict__[name] = value
-    return error  # type: ignore[no-any-return]
-
-
-def parts_of(error: BaseException) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the arguments and attributes of an exception, those that its class keeps in C included."""
-    in_c = (vars(base).get("__reduce__") for base in type(error).__mro__)
-    reduced = next(reduce for reduce in in_c if type(reduce) is types.MethodDescriptorType)(error)
-    state = reduced[2] if len(reduced) > 2 else None
-    return tuple(reduced[1]), dict(state) if isinstance(state, dict) else dict(vars(error))
+        elif isinstance(inspect.getattr_static(kind, name, None), C_DATA) or _is_stored(kind, name):
+            # A value, a slot, or what a class in C keeps in the object itself, such as the `name` of an ImportError:
+            # there, C code takes it.
+            set_attributes(error, {name: value})
+    return error  # type: ignore[return-value]
 
 
 class PartOfException:
@@ -236,7 +225,7 @@ class PartOfException:
         self._parts = type(error), arguments, kept
 
     def __reduce__(self) -> tuple[object, ...]:
-        return make_exception, self._parts
+        return describe_exception(*self._parts)
 
 
 def _show(argument: object) -> object:
@@ -246,10 +235,6 @@ def _show(argument: object) -> object:
 def _has_end(kind: type) -> bool:
     """Return whether code of the class runs when an object of it dies."""
     return any("__del__" in vars(base) for base in kind.__mro__)
-
-
-def _is_in_c(function: object) -> bool:
-    return isinstance(function, types.BuiltinFunctionType)
 
 
 def _is_stored(kind: type, name: str) -> bool:

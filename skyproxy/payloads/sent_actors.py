@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import pickle
 import threading
@@ -80,7 +81,7 @@ class SentActor:
             "worker; write a method."
         )
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         return SentMethod(self, "__call__")(*args, **kwargs)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -104,7 +105,7 @@ class SentMethod:
         self.__name__ = name
         self.__qualname__ = f"{owner.__dict__['_sky_kind'].__name__}.{name}"
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         """The result of an ordinary method; a coroutine for one of a coroutine's, whose call has been made by then.
 
         Raises:
@@ -226,9 +227,12 @@ def _no_reference(row: object, number: int) -> NoReturn:
 # --- what both sides know of a class ---------------------------------------------------------------------------------
 
 
+_METHODS = (staticmethod, classmethod, functools.partialmethod, functools.singledispatchmethod)
+
+
 def is_method(member: object) -> bool:
     """Return whether something that a class has is a method."""
-    return isinstance(member, staticmethod | classmethod) or (
+    return isinstance(member, _METHODS) or (
         callable(member) and not isinstance(member, type) and hasattr(member, "__get__")
     )
 
@@ -242,6 +246,8 @@ def plain_method(kind: type, name: str) -> object:
     member = inspect.getattr_static(kind, name, None)
     if not is_method(member):
         raise TypeError(f"the actor {kind.__name__} has no method {name}.")
+    if isinstance(member, functools.partialmethod | functools.singledispatchmethod):
+        return member.func
     return getattr(member, "__func__", None) or getattr(member, "function", member)
 
 

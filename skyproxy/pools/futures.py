@@ -11,13 +11,14 @@ from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.releasing_future import ReleasingFuture
 
 T = TypeVar("T")
 _CANCELLED = (CANCELLED, CANCELLED_AND_NOTIFIED)
 _DONE = (*_CANCELLED, FINISHED)
 
 
-class PoolFuture(Future[T]):
+class PoolFuture(ReleasingFuture[T]):
     """The result of a call, when it comes: to be waited for with `result()`, or awaited.
 
     It is a `concurrent.futures.Future`, so `wait` and `as_completed` know it. Cancelling it ends the call on the
@@ -140,9 +141,21 @@ class PoolFuture(Future[T]):
             del self  # as in `result`
 
     def __await__(self) -> Generator[Any, None, T]:
-        # Cancelling the awaiting task cancels the call.
         self.check_wait()
-        return asyncio.wrap_future(self).__await__()
+        return self._wait_in_loop().__await__()
+
+    async def _wait_in_loop(self) -> T:
+        try:
+            return await asyncio.wrap_future(self)  # cancelling the awaiting task cancels the call
+        except TimeoutError:
+            # asyncio makes another one of it, which knows neither of the worker nor of what else was said of it.
+            error = self.exception() if self.done() and not self.cancelled() else None
+            if error is None:
+                raise
+            try:
+                raise error from error.__cause__
+            finally:
+                del self, error  # as in `result`
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ConfigurationError(

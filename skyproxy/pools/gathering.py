@@ -10,7 +10,8 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from skyproxy.errors import RankErrors, text_of
+from skyproxy.errors import RankErrors, add_note, text_of
+from skyproxy.releasing_future import ReleasingFuture
 from skyproxy.runtime.instance import InstanceInfo
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Gathering:
             timeout_seconds: for all; none by default.
             what: names the task in errors.
         """
-        self.future: Future[list[object]] = Future()
+        self.future: Future[list[object]] = ReleasingFuture()
         self._group = group
         self._infos = infos
         self._stop_expected = False
@@ -152,14 +153,15 @@ class Gathering:
             if error is None:
                 continue
             info = self._infos[rank]
-            error.add_note(f"On rank {rank} of {info.world_size}, node {info.node} ({_address(info)}).")
+            add_note(error, f"On rank {rank} of {info.world_size}, node {info.node} ({_address(info)}).")
             if rank not in failed:
-                error.add_note(f"Rank {rank} was stopped because rank {first} had failed.")
+                add_note(error, f"Rank {rank} was stopped because rank {first} had failed.")
             if rank in stuck:
-                error.add_note(
+                add_note(
+                    error,
                     f"Rank {rank} did not stop within {self._group.stop_timeout_seconds:g} s: it is in "
                     "code that Python cannot interrupt. Its process is restarted before the next task, if it holds "
-                    "a process group."
+                    "a process group.",
                 )
             errors[rank] = error
         return RankErrors.of(self._summary(first, failed, errors), errors, first)

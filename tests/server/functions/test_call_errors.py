@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -50,6 +51,37 @@ def pool() -> Iterator[skyproxy.Compute]:
         yield pool
 
 
+@pytest.mark.parametrize("kind", [Frozen, FrozenModule])
+@pytest.mark.parametrize("isolate", [False, True])
+def test_an_error_that_nobody_can_change_keeps_its_class_and_says_where_it_came_from(
+    pool: skyproxy.Compute, kind: type[Exception], isolate: bool
+) -> None:
+    error = pool.nodes[0].submit(_raise(kind), isolate=isolate).exception(60)
+    assert type(error) is kind
+    assert "on the worker" in error.__notes__[-1]
+    assert "in function" in str(error.__cause__)
+    with pytest.raises(RankErrors) as caught:
+        skyproxy.compute(_raise(kind))() @ pool
+    assert "On rank 0 of 1" in caught.value.exceptions[0].__notes__[-1]
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration, GeneratorExit])
+def test_what_would_end_a_loop_of_the_caller_in_silence_is_told(
+    pool: skyproxy.Compute, kind: type[BaseException]
+) -> None:
+    def end() -> NoReturn:
+        raise kind
+
+    with pytest.raises(RemoteFunctionError, match=f"end raised {kind.__name__} on the worker.*end a loop"):
+        pool.run(end)
+
+    async def wait() -> None:
+        await (skyproxy.compute(end)() > pool)
+
+    with pytest.raises(RemoteFunctionError, match=kind.__name__):
+        asyncio.run(asyncio.wait_for(wait(), 60))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("isolate", [False, True])
 def test_the_caller_of_a_function_learns_of_an_error_whatever_its_own_code_does(
@@ -78,9 +110,9 @@ def test_streams_and_calls_on_all_processes_end_with_such_an_error(
 
 
 def test_what_cannot_be_described_is_named_by_its_class() -> None:
-    words, pickled = describe_failure(FrozenModule("words"), "load", ["/project"], False)
-    assert (words["type"], pickled) == ("FrozenModule", None)
-    assert "which cannot be described: <AttributeError object at" in words["message"]
+    words, pickled = describe_failure(ExitsWhenRead("words"), "load", ["/project"], False)
+    assert (words["type"], pickled) == ("ExitsWhenRead", None)
+    assert "which cannot be described: <SystemExit object at" in words["message"]
 
 
 def test_a_cancellation_that_strikes_there_is_none_of_the_errors_doing() -> None:
