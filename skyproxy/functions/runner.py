@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import numbers
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -105,7 +106,8 @@ class Runner:
             )
         if results not in ("remote", "value"):
             raise ConfigurationError(f'results={results!r} is neither "remote" nor "value".')
-        if timeout is not None and not timeout > 0:
+        given: object = timeout
+        if timeout is not None and (not isinstance(given, numbers.Real) or not timeout > 0):
             raise ConfigurationError(f"timeout={timeout!r} is not a positive number of seconds. None waits forever.")
         payload.check(self.session, platform.python_version())
         self._project.update(hurry=self._channel.is_busy)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 from skyproxy.errors import ConfigurationError
 from skyproxy.payloads.sent_actors import find_handle, is_method, no_method
 from skyproxy.pools.actor_calls import ActorCalls, ActorMethod, ActorOptions
-from skyproxy.pools.call_options import CallOptions, On, checked_rank
+from skyproxy.pools.call_options import CallOptions, On, checked_flag, checked_rank, checked_timeout
 from skyproxy.pools.futures import PoolFuture, gather_futures
 from skyproxy.pools.node_target import POOL_OF_NODE
 from skyproxy.pools.pending import PendingCompute, warn_in_a_loop
@@ -136,8 +136,7 @@ def actor(
         raise ConfigurationError(f"max_restarts={max_restarts!r}: use 0 or more.")
     if type(concurrency) is not int or concurrency < 1:
         raise ConfigurationError(f"concurrency={concurrency!r}: an actor runs one call at a time or more.")
-    if timeout is not None and not timeout > 0:
-        raise ConfigurationError(f"timeout={timeout!r}: a call needs some time. Use a number of seconds above 0.")
+    timeout, remote = checked_timeout(timeout), bool(checked_flag("remote", remote))
     if retry and not max_restarts:
         raise ConfigurationError("retry=True needs an actor that is recreated. Say how often: max_restarts=1.")
     options = ActorOptions(max_restarts, retry, timeout, remote, concurrency)
@@ -168,7 +167,7 @@ class Placement(Generic[P, S]):
         self._make = make
         self._name = name
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> S:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> S:
         """Makes the actor, and waits until it is there.
 
         Raises:
@@ -177,7 +176,7 @@ class Placement(Generic[P, S]):
         warn_in_a_loop(f"{self._name}.on(pool)()")
         return self._make(args, kwargs).wait()
 
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[S]:
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[S]:
         """A future of the actor, to be awaited or waited for."""
         return self._make(args, kwargs)
 
@@ -202,7 +201,7 @@ class _ActorHandle:
             f"{name} cannot be set: the attributes of the actor {kind.__name__} live on the worker; write a method."
         )
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         kind: type = self.__dict__["_sky_kind"]
         if not is_method(inspect.getattr_static(kind, "__call__", None)):
             raise TypeError(f"the actor {kind.__name__} cannot be called; its methods can.")
@@ -224,6 +223,8 @@ def _method(handle: _ActorHandle, name: str) -> ActorMethod:
     function: Callable[..., object]
     if isinstance(member, staticmethod | classmethod):
         function = getattr(kind, name)
+    elif isinstance(member, functools.partialmethod | functools.singledispatchmethod):
+        function = types.MethodType(getattr(kind, name), handle)
     else:
         function = types.MethodType(getattr(member, "function", member), handle)  # below @compute, if that is there
     return ActorMethod(handle, handle.__dict__["_sky_calls"], name, function)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from skyproxy.errors import ConfigurationError, SessionLostError
 
+Callback = TypeVar("Callback", bound=Callable[..., object])
 On = int | Literal["head"] | None
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
@@ -34,6 +37,24 @@ class Retry:
     times: int = 1
     on: tuple[type[BaseException], ...] = (SessionLostError,)
     backoff_seconds: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Look whether it can be meant: a mistake would show only where a call fails, in place of what failed.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        if type(self.times) is not int or self.times < 0:
+            raise ConfigurationError(f"Retry(times={self.times!r:.80}): use 0 or more.")
+        pause: object = self.backoff_seconds
+        if not _is_number(pause) or not 0 <= self.backoff_seconds < math.inf:
+            raise ConfigurationError(f"Retry(backoff_seconds={pause!r:.80}): use a number of seconds, 0 or more.")
+        try:
+            isinstance(None, self.on)
+        except TypeError:
+            raise ConfigurationError(
+                f"Retry(on={self.on!r:.80}): use a tuple of classes of exceptions, such as on=(OSError,)."
+            ) from None
 
     @classmethod
     def parse(cls, given: Retry | int | None) -> Retry | None:
@@ -114,6 +135,45 @@ def checked_rank(rank: object) -> On:
     if rank == "head":
         return "head"
     raise ConfigurationError(f"on={rank!r} is not a rank. Use 0 or more, or 'head'.")
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, numbers.Real) and not isinstance(given, bool)
+
+
+def checked_timeout(given: float | None) -> float | None:
+    """Return the timeout of a call in seconds, if it is one; None, for none, is one, too.
+
+    Raises:
+        ConfigurationError: it is neither None nor a number above 0.
+    """
+    if given is None:
+        return None
+    if not _is_number(given) or not given > 0:
+        raise ConfigurationError(f"timeout={given!r:.80}: a call needs some time. Use a number of seconds above 0.")
+    return float(given)
+
+
+def checked_flag(name: str, given: bool | None) -> bool | None:
+    """Return what is to be so or not, if it says that; None where that is left open.
+
+    Raises:
+        ConfigurationError: it is something else, which would count as true.
+    """
+    if given is not None and not isinstance(given, bool):
+        raise ConfigurationError(f"{name}={given!r:.80}: use True or False.")
+    return given
+
+
+def checked_callback(name: str, given: Callback | None) -> Callback | None:
+    """Return a function to be called later, if it is one, or None.
+
+    Raises:
+        ConfigurationError: it cannot be called.
+    """
+    if given is not None and not callable(given):
+        raise ConfigurationError(f"{name}={given!r:.80} cannot be called. Give a function.")
+    return given
 
 
 def checked_restarts(count: object) -> int:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import numbers
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, TypeVarTuple, overload
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank, checked_restarts, is_stream
+from skyproxy.pools.call_options import (
+    CallOptions,
+    On,
+    Retry,
+    checked_rank,
+    checked_restarts,
+    checked_timeout,
+    is_stream,
+)
 from skyproxy.pools.futures import PoolFuture, gather_futures
 from skyproxy.pools.node_target import POOL_OF_NODE, NodeTarget
 from skyproxy.pools.traps import NotAValue
@@ -79,20 +86,15 @@ class PendingCompute(NotAValue, Generic[T_co]):
     def _with_options(self, **changes: Any) -> PendingCompute[T_co]:
         return PendingCompute(self.function, self.args, self.kwargs, replace(self.options, **changes), self.name)
 
-    def with_timeout(self, seconds: float) -> PendingCompute[T_co]:
-        """The call, ended with a TimeoutError if it runs longer than so many seconds. There is no limit otherwise.
+    def with_timeout(self, seconds: float | None) -> PendingCompute[T_co]:
+        """The call, ended with a TimeoutError if it runs longer than so many seconds; None for no limit.
 
         Example:
             ```python
             print(square(3).with_timeout(60) >> pool)
             ```
         """
-        given: object = seconds
-        if not isinstance(given, numbers.Real) or not seconds > 0:
-            raise ConfigurationError(
-                f"with_timeout({seconds!r}): a call needs some time. Use a number of seconds above 0."
-            )
-        return self._with_options(timeout_seconds=float(seconds))
+        return self._with_options(timeout_seconds=checked_timeout(seconds))
 
     def with_retry(self, retry: Retry | int) -> PendingCompute[T_co]:
         """The call, made once more where it fails as `retry` says; a number stands for lost workers only.
@@ -250,7 +252,7 @@ class PendingGroup(NotAValue, Generic[*Ts]):
         place = target_of(target)
         return gather_futures([place.submit_call(call) for call in self.calls], self.name)
 
-    def with_timeout(self, seconds: float) -> PendingGroup[*Ts]:
+    def with_timeout(self, seconds: float | None) -> PendingGroup[*Ts]:
         """The same limit for each of the calls."""
         return PendingGroup([call.with_timeout(seconds) for call in self.calls])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -385,6 +386,8 @@ def _call(
         raise TypeError(
             f"{function!r} is already a call. Use call.submit(pool), or pass the function and its arguments."
         )
+    if isinstance(function, functools.partial) and hasattr(function.func, "__skyproxy_rewrap__"):
+        return cast(PendingCompute[object], function(*args, **kwargs))
     name = function.__qualname__ if isinstance(function, ActorMethod) else getattr(function, "__name__", None)
     name = str(name or type(function).__name__)
     return PendingCompute(function, args, kwargs, CallOptions(), name)

@@ -118,7 +118,7 @@ class _WorkerDecorator(Protocol):
     def __call__(self, target: Callable[Concatenate[Any, P], T], /) -> Callable[P, T]: ...
 
 
-_CALL_OPTIONS = frozenset({"timeout", "on", "remote", "retry", "max_restarts"})
+_CALL_OPTIONS = frozenset(inspect.signature(function).parameters) - {"target"}
 _WORKER_OPTIONS = frozenset(inspect.signature(Compute.__init__).parameters) - {"self", "options", "timeout", "retry"}
 
 
@@ -135,6 +135,7 @@ def compute(
     on: On = None,
     remote: bool = False,
     retry: Retry | int | None = None,
+    isolate: bool | None = None,
     max_restarts: int = 0,
 ) -> Decorator: ...
 @overload
@@ -161,12 +162,13 @@ def compute(target: Callable[..., object] | None = None, /, **options: Any) -> A
         print(asyncio.run(train()))
         ```
     """
-    if target is not None or options.keys() <= _CALL_OPTIONS:
-        return function(target) if target is not None else function(**options)
+    if options.keys() <= _CALL_OPTIONS:
+        decorate: Any = function(**options)
+        return decorate if target is None else decorate(target)
     if not options.keys() & _WORKER_OPTIONS:
         unknown = ", ".join(sorted(options.keys() - _CALL_OPTIONS))
         raise ConfigurationError(
             f"@compute does not know {unknown}. For a call: {', '.join(sorted(_CALL_OPTIONS))}. For a worker: "
             f"{', '.join(sorted(_WORKER_OPTIONS))}."
         )
-    return lambda target: provisioned(target, options)
+    return functools.partial(provisioned, options=options) if target is None else provisioned(target, options)

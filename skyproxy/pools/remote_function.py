@@ -9,7 +9,15 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 from skyproxy.errors import ConfigurationError
-from skyproxy.pools.call_options import CallOptions, On, Retry, checked_rank, checked_restarts
+from skyproxy.pools.call_options import (
+    CallOptions,
+    On,
+    Retry,
+    checked_flag,
+    checked_rank,
+    checked_restarts,
+    checked_timeout,
+)
 from skyproxy.pools.pending import PendingCompute
 
 if TYPE_CHECKING:
@@ -42,7 +50,7 @@ class RemoteFunction(Generic[P, T_co, L_co]):
         self._options = options
         self._signature = _signature(function)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PendingCompute[T_co]:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> PendingCompute[T_co]:
         if self._signature is not None:
             try:
                 self._signature.bind(*args, **kwargs)
@@ -59,7 +67,7 @@ class RemoteFunction(Generic[P, T_co, L_co]):
         """The function that was decorated."""
         return self._function
 
-    def local(self, *args: P.args, **kwargs: P.kwargs) -> L_co:
+    def local(self, /, *args: P.args, **kwargs: P.kwargs) -> L_co:
         """Calls the function here, as if it had never been decorated."""
         return self._function(*args, **kwargs)
 
@@ -168,6 +176,9 @@ def function(
         isolate: whether each call runs in a process of its own on its worker, see `Node.submit`.
         max_restarts: how often a call on all ranks begins again, on all of them, where one has failed.
 
+    Raises:
+        ConfigurationError: an option cannot work.
+
     Example:
         ```python
         @skyproxy.function(timeout=60)
@@ -180,7 +191,12 @@ def function(
         ```
     """
     options = CallOptions(
-        timeout, checked_rank(on), remote, Retry.parse(retry), isolate, checked_restarts(max_restarts)
+        checked_timeout(timeout),
+        checked_rank(on),
+        bool(checked_flag("remote", remote)),
+        Retry.parse(retry),
+        checked_flag("isolate", isolate),
+        checked_restarts(max_restarts),
     )
 
     def decorate(target: Callable[..., object]) -> RemoteFunction[..., object]:

@@ -13,7 +13,7 @@ from skyproxy.providers.accelerators import Accelerator
 from skyproxy.providers.base import Volume, WorkerSpec
 from skyproxy.providers.image import Image
 from skyproxy.runtime.instance import count_accelerators
-from skyproxy.runtime.plugin import Plugin, reporting
+from skyproxy.runtime.plugin import HOOKS, Plugin, reporting
 from skyproxy.units import duration_seconds, limit_seconds
 
 _GPU = "nvidia.com/gpu"
@@ -62,6 +62,13 @@ def worker_spec(
     _check_kind("volumes", volumes, Sequence, "a list: [{'name': 'cache', 'storage': '10Gi', 'path': '/cache'}]")
     for volume in volumes:
         _check_kind("volumes: an element", volume, Volume | Mapping, "a Volume, or a dict with name, storage and path")
+    if env is not None and (unset := [key for key, value in env.items() if value is None]):
+        raise ConfigurationError(f"env={{{unset[0]!r:.80}: None}}: a variable of a worker has a text. Leave it out.")
+    _check_kind("name", name, str, "a text")
+    if name is not None and not name.strip():
+        raise ConfigurationError(f"name={name!r:.80}: use a text, or leave it out and one is made up.")
+    if not isinstance(keep, bool):
+        raise ConfigurationError(f"keep={keep!r:.80}: use True or False.")
     kind = Accelerator.parse(accelerator)
     amounts = {str(key): str(value) for key, value in (resources or {}).items()}
     _amount(amounts, "cpu", "vcpus", vcpus, "")
@@ -117,7 +124,7 @@ def check_plugins(plugins: Sequence[object]) -> None:
     """
     _check_kind("plugins", plugins, Sequence, "a list: [skyproxy.plugins.torch()]")
     for plugin in plugins:
-        if isinstance(plugin, type | str):
+        if isinstance(plugin, type) or not any(callable(getattr(plugin, hook, None)) for hook in HOOKS):
             raise ConfigurationError(
                 f"plugins: {plugin!r:.80} is no plugin. Make one: plugins=[skyproxy.plugins.torch()]."
             )

@@ -17,7 +17,7 @@ class CoroutineTask:
         self.function = function
         self.__name__ = getattr(function, "__name__", "coroutine")
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         return asyncio.run(self.function(*args, **kwargs))
 
 

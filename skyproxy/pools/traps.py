@@ -32,6 +32,9 @@ class NotAValue:
     # Not for type checkers: without these, they report such a line before it runs.
     if not TYPE_CHECKING:
 
+        def __reduce_ex__(self, protocol: object) -> NoReturn:
+            self._explain("it was sent elsewhere", "Run it first, and pass its result: g(f() >> pool) >> pool")
+
         def __bool__(self) -> bool:
             self._explain("its truth value was used", "Run it first: if (f() >> pool): ...")
 

@@ -94,7 +94,7 @@ class Accelerator:
         """Return what a user meant: an object, "A100", "A100:8", or nothing.
 
         Raises:
-            ConfigurationError: the text names nothing that is known.
+            ConfigurationError: it is something else, or the text names nothing that is known.
 
         Example:
             ```python
@@ -103,6 +103,8 @@ class Accelerator:
         """
         if given is None or isinstance(given, Accelerator):
             return given
+        if not isinstance(given, str):
+            raise ConfigurationError(f"accelerator={given!r:.80}: use 'A100', 'A100:8' or an Accelerator.")
         name, colon, count = given.partition(":")
         if colon and not count.strip().isdigit():
             raise ConfigurationError(f"accelerator={given!r}: the number goes after the colon, as in 'A100:8'.")

@@ -103,9 +103,10 @@ class Local:
             told = f"this machine has no CUDA device; the workers compute on its CPU, not on {spec.accelerator}."
             logger.warning("skyproxy: %s", told)
             report(Progress("provisioning", None, told))
-        devices = ", ".join(f"{name}={amount}" for name, amount in spec.resources.items() if "/" in name)
-        if devices:
-            told = f"Local() gives its workers what this machine has, and ignores resources: {devices}."
+        known = ("cpu", "memory")
+        others = ", ".join(f"{name}={amount}" for name, amount in spec.resources.items() if name not in known)
+        if others:
+            told = f"Local() gives its workers what this machine has, and ignores resources: {others}."
             logger.warning("skyproxy: %s", told)
             report(Progress("provisioning", None, told))
         return image

@@ -287,7 +287,7 @@ class Task:
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__qualname__ = getattr(function, "__qualname__", self.__name__)
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         return LIFECYCLE.run(self.function, args, kwargs)
 
     def __reduce__(self) -> tuple[object, ...]:

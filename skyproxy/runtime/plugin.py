@@ -139,6 +139,10 @@ class Plugin:
         """
 
 
+HOOKS = ("transform", "around_process", "around_app", "decorate", "around_client", "abort")
+"""All that a plugin can do. It need not derive from `Plugin` to have some of them."""
+
+
 def name_of(plugin: object) -> str:
     """Return the name by which errors call a plugin."""
     return str(getattr(plugin, "name", None) or type(plugin).__name__)

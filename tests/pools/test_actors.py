@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -43,6 +44,8 @@ class Counter(sky.Actor):
     def add(self, amount: int = 1) -> int:
         self.count += amount
         return self.count
+
+    add_five = functools.partialmethod(add, 5)
 
     def note(self, item: Any) -> list[Any]:
         self.seen.append(item)
@@ -199,8 +202,8 @@ def test_methods_of_every_kind(pool: Compute) -> None:
     later = counter.later()
     assert isinstance(later, PoolFuture)
     assert later.result(PATIENCE_SECONDS) == 4
-    assert (counter.twice(3), counter(5)) == (6, 20)
-    assert counter.decorated(1) == 5  # type: ignore[comparison-overlap]  # the decorator says: a call
+    assert (counter.twice(3), counter(5), counter.add_five()) == (6, 20, 9)
+    assert counter.decorated(1) == 10  # type: ignore[comparison-overlap]  # the decorator says: a call
     assert list(counter.upto(3)) == [0, 1, 2]
     assert list(counter.upto_later(3)) == [0, 1, 2]  # type: ignore[call-overload]
     assert counter.add() == 3  # what the generator has left
@@ -462,6 +465,7 @@ def test_mistakes_are_explained(pool: Compute) -> None:
         ({"max_restarts": -1}, "max_restarts=-1"),
         ({"concurrency": 0}, "concurrency=0"),
         ({"timeout": 0}, "timeout=0"),
+        ({"timeout": "1s"}, "timeout='1s'"),
         ({"retry": True}, "max_restarts=1"),
     ],
 )

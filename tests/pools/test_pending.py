@@ -106,6 +106,7 @@ def test_options_make_another_call() -> None:
     assert changed.options.retry == Retry(3)
     assert call.options == sky.compute(len)([]).options
     assert call.options.timeout_seconds is None  # training takes as long as it takes
+    assert changed.with_timeout(None).options.timeout_seconds is None
     assert double(1).on("head").options.rank == 0
     assert (double(1) & double(2)).with_timeout(3).remote().calls[1].options.timeout_seconds == 3.0
 
@@ -116,6 +117,20 @@ def test_options_make_another_call() -> None:
         lambda: double(1).with_timeout(0),
         lambda: double(1).with_timeout(float("nan")),
         lambda: double(1).with_timeout("1s"),  # type: ignore[arg-type]
+        lambda: sky.compute(timeout=0)(len),
+        lambda: sky.compute(timeout="1s")(len),
+        lambda: sky.function(timeout=-1)(len),
+        lambda: sky.function(retry=-1)(len),
+        lambda: sky.function(remote="yes"),  # type: ignore[call-overload]
+        lambda: sky.compute(isolate=1),
+        lambda: sky.compute(len, timeout=0),  # type: ignore[call-overload]
+        lambda: sky.compute(len, name="x"),  # type: ignore[call-overload]
+        lambda: Retry(times=-1),
+        lambda: Retry(times=True),
+        lambda: Retry(on=[OSError]),  # type: ignore[arg-type]
+        lambda: Retry(on=("OSError",)),  # type: ignore[arg-type]
+        lambda: Retry(backoff_seconds=-1),
+        lambda: Retry(backoff_seconds=float("inf")),
         lambda: double(1).on("tail"),
         lambda: double(1).on(-1),
         lambda: double(1).on(True),
@@ -174,6 +189,17 @@ def test_awaiting_a_call_is_explained() -> None:
 
     with pytest.raises(TypeError, match=r"await \(f\(\) > pool\)"):
         asyncio.run(wait())
+
+
+def test_a_call_that_has_not_run_is_no_argument_and_no_result() -> None:
+    with pytest.raises(TypeError, match=r"double has not run yet.*g\(f\(\) >> pool\) >> pool"):
+        cloudpickle.dumps(double(1))
+
+
+def test_options_beside_the_function_count() -> None:
+    decorate: Any = sky.compute
+    options = decorate(len, isolate=True, timeout=5)([]).options
+    assert (options.isolate, options.timeout_seconds) == (True, 5.0)
 
 
 def test_the_function_itself_still_works() -> None:
