@@ -60,13 +60,13 @@ class ActorMethod:
         self.owner = owner
         self.name = name
         self.__name__ = name
-        self.__qualname__ = f"{calls.place.name}.{name}"
+        self.__qualname__ = f"{calls.place.name}.{name or '__init__'}"
         self.__doc__ = function.__doc__
         self.__signature__ = _signature(function)
         self.__skyproxy_calls__ = calls
         self.__skyproxy_function__ = function
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """The result of an ordinary method, a future of a coroutine's, an iterator over what a generator yields."""
         calls = self.__skyproxy_calls__
         call: PendingCompute[object] = PendingCompute(self, args, kwargs, CallOptions(), self.name)
@@ -267,14 +267,17 @@ class ActorCalls(Scheduler):
     def _on_failure(self, task: PoolTask, error: BaseException) -> None:
         if isinstance(error, SessionLostError) and not isinstance(error, ActorDiedError):
             if not (self._retries(task) and task.tries <= task.retry.times and self.place.can_restart):
-                cause, error = error, self.place.death_error(task.name, error)
-                error.__cause__ = cause
+                error = self._explain_loss(task.name, task.rank, True, error)
         if isinstance(error, ActorDiedError):
             task.tries = max(task.tries, task.retry.times + 1)  # trying again would not help
         super()._on_failure(task, error)
 
-    def _add_lost_note(self, task: PoolTask, error: SessionLostError) -> None:
-        """Nothing: the error says it all."""
+    def _explain_loss(self, name: str, rank: int | None, again: bool, error: SessionLostError) -> SessionLostError:
+        if isinstance(error, ActorDiedError):
+            return error
+        died = self.place.death_error(name, error)
+        died.__cause__ = error
+        return died
 
     def _cancel(self, task: PoolTask) -> None:
         super()._cancel(task)

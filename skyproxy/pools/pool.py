@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, SupportsIndex, TypeV
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.pools.actor_calls import ActorCalls
-from skyproxy.pools.call_options import Retry
+from skyproxy.pools.call_options import Retry, checked_callback, checked_flag
 from skyproxy.pools.growth import Nodes
 from skyproxy.pools.loop_thread import loop_thread
 from skyproxy.pools.node_target import POOL_OF_NODE
@@ -20,7 +20,7 @@ from skyproxy.pools.pool_actors import PoolActors
 from skyproxy.pools.pool_calls import OnNode, PoolCalls
 from skyproxy.pools.pool_jobs import PoolJobs
 from skyproxy.pools.progress_view import ProgressView
-from skyproxy.pools.running import RUNNING, not_running_text
+from skyproxy.pools.running import RUNNING, check_may_start, not_running_text
 from skyproxy.pools.scheduler import Scheduler
 from skyproxy.pools.specification import check_plugins, check_provider, transformed, worker_spec
 from skyproxy.pools.workers import Workers
@@ -153,8 +153,8 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
         self._provider = provider
         self._concurrency = concurrency
         self._retry = Retry.parse(retry)
-        self._on_event = on_event
-        self._progress = progress
+        self._on_event = checked_callback("on_event", on_event)
+        self._progress = checked_flag("progress", progress)
         self._workers: Workers | ElasticWorkers | None = None
         self._scheduler: Scheduler | None = None
         self._hooks = contextlib.ExitStack()
@@ -229,6 +229,7 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
     def _only_once(self) -> Iterator[None]:
         if self._starting or self._workers is not None:
             raise ConfigurationError("this pool is already running. For another one make another Compute(...).")
+        check_may_start()
         self._starting = True
         try:
             yield
@@ -237,9 +238,8 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
 
     @contextlib.contextmanager
     def _view(self) -> Iterator[Callable[[Progress], None]]:
-        asked = self._asked
-        count = self.limits or asked["nodes"] or 1
-        title = f"{asked['name'] or 'compute'}: {count} node{'s' * (count != 1)}"
+        count = self.limits or self._asked["nodes"] or 1
+        title = f"{self._asked['name'] or 'compute'}: {count} node{'s' * (count != 1)}"
         with ProgressView(title, self._progress) as view:
 
             def report(progress: Progress) -> None:
@@ -340,6 +340,17 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
             for node in workers.group.members.values():
                 POOL_OF_NODE.pop(node, None)
         return workers
+
+    def abandon_in_child(self) -> object:
+        """After a fork, in the child: it runs in the parent alone. Return what must not be let go of here."""
+        kept = self._workers, self._scheduler, self._hooks, list(self._actors)
+        for scheduler in (self._scheduler, *self._actors):
+            if scheduler is not None:
+                scheduler.abandon_in_child()
+        self._workers = self._scheduler = None
+        self._hooks = contextlib.ExitStack()
+        self._actors = weakref.WeakSet()
+        return kept
 
     def __enter__(self) -> Compute:
         return self.start()

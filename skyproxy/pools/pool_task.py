@@ -21,6 +21,9 @@ from skyproxy.pools.running import not_running_text
 if TYPE_CHECKING:
     from skyproxy.functions import Payload
     from skyproxy.functions.call import Call
+    from skyproxy.functions.runner import SentContext
+    from skyproxy.pools.elastic_group import ElasticGroup
+    from skyproxy.pools.ranks import RankGroup
 
 logger = logging.getLogger("skyproxy")
 
@@ -63,9 +66,30 @@ def _end_span(span: object, future: Future[object]) -> None:
     telemetry.end(span, type(error).__name__ if error is not None else "")
 
 
-def note_lost_rank(task: PoolTask, error: SessionLostError, ranks: int) -> None:
-    """Tell an error on which of so many ranks its call was running."""
-    error.add_note(f"{task.name} was running on rank {task.rank} of {ranks}. Retry(...) would run it again.")
+def note_lost_rank(name: str, rank: int | None, ranks: int, again: bool, error: SessionLostError) -> None:
+    """Tell an error on which of so many ranks its call was running, and how the call could be made again."""
+    error.add_note(f"{name} was running on rank {rank} of {ranks}." + again * " Retry(...) would run it again.")
+
+
+class SentContexts:
+    """What goes beside the calls to each rank, pickled once for as long as it stays the same."""
+
+    def __init__(self, group: RankGroup | ElasticGroup, most: int) -> None:
+        self._group = group
+        self._most = most
+        self._known: dict[int, tuple[dict[str, object], SentContext]] = {}
+
+    def of_rank(self, rank: int) -> SentContext:
+        """Return what goes beside calls to a rank."""
+        context = self._group.context(rank)
+        known = self._known.get(rank)
+        if known is None or known[0] is not context:
+            from skyproxy.functions.runner import SentContext  # late, for it loads torch
+
+            if len(self._known) > self._most:
+                self._known.clear()  # of ranks that have gone, most of them
+            known = self._known[rank] = context, SentContext(context)
+        return known[1]
 
 
 class StreamItems:
@@ -76,9 +100,17 @@ class StreamItems:
         taken: the number of items that were taken.
     """
 
-    def __init__(self, items: Iterator[object], end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        items: Iterator[object],
+        end: Callable[[], None],
+        explain: Callable[[SessionLostError], SessionLostError] = lambda error: error,
+        keeps: object = None,
+    ) -> None:
         self._items = items
         self._end: Callable[[], None] | None = end
+        self._explain = explain
+        self._keeps = keeps
         self.reader: object = None
         self.taken = 0
 
@@ -91,6 +123,13 @@ class StreamItems:
         self.reader = None
         try:
             item = next(self._items)
+        except SessionLostError as error:
+            self.close()
+            explained = self._explain(error)
+            try:
+                raise explained from explained.__cause__
+            finally:
+                del explained  # its traceback holds this frame
         except BaseException:
             self.close()
             raise
@@ -103,6 +142,13 @@ class StreamItems:
         """True if nobody wants more of it."""
         return self._end is None
 
+    def let_go(self) -> Callable[[], None]:
+        """Return what ends the call, which does not end any more where this is dropped. Reading it goes on."""
+        end = self._end or _do_nothing
+        if self._end is not None:
+            self._end = _do_nothing
+        return end
+
     def close(self) -> None:
         """Ends the call; idempotent."""
         end, self._end = self._end, None
@@ -111,6 +157,10 @@ class StreamItems:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def warn_if_nobody_reads(task: PoolTask, streams: list[StreamItems]) -> None:

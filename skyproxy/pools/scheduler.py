@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from skyproxy.pools.call_options import CallOptions, Retry, refuse_restarts
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.output_view import TaskOutput
 from skyproxy.pools.pending import PendingCompute
-from skyproxy.pools.pool_task import PoolTask, StreamItems, current_caller
+from skyproxy.pools.pool_task import PoolTask, SentContexts, StreamItems, current_caller
 from skyproxy.pools.slots import ProcessSlots, Slot
 from skyproxy.pools.tasks import as_task
 from skyproxy.runtime.call_groups import GroupTask
@@ -28,7 +28,6 @@ from skyproxy.settings import SETTINGS
 
 if TYPE_CHECKING:
     from skyproxy.functions.call import Call
-    from skyproxy.functions.runner import SentContext
     from skyproxy.pools.elastic_group import ElasticGroup
     from skyproxy.pools.ranks import RankGroup
 
@@ -62,10 +61,10 @@ class Scheduler:
         self._waiting = 0
         self._running: dict[PoolTask, Slot] = {}
         self._broadcasts = Broadcasts(group, self._slots, self._lock, self._wake)
-        self._contexts: dict[int, tuple[dict[str, object], SentContext]] = {}
         self._closed = False
         self._feeder: threading.Thread | None = None
         self._max_processes = max_processes or len(self._slots)
+        self._contexts = SentContexts(group, 2 * self._max_processes)
         # Results are unpickled here, and what user code does then cannot hold up the connection.
         self._result_executor = ThreadPoolExecutor(min(8, self._max_processes), "skyproxy-results")
 
@@ -103,18 +102,6 @@ class Scheduler:
         if node is None:
             raise SessionLostError(f"rank {rank} is not there any more.")
         return node.submit(function, *args, results="value", context=self._group.context(rank))
-
-    def _context(self, rank: int) -> SentContext:
-        """Return the context of calls to a rank, pickled once for as long as it stays the same."""
-        context = self._group.context(rank)
-        known = self._contexts.get(rank)
-        if known is None or known[0] is not context:
-            from skyproxy.functions.runner import SentContext  # late, for it loads torch
-
-            if len(self._contexts) > 2 * self._max_processes:
-                self._contexts.clear()  # of ranks that have gone, most of them
-            known = self._contexts[rank] = context, SentContext(context)
-        return known[1]
 
     # --- one process --------------------------------------------------------------------------------------------------
 
@@ -302,7 +289,7 @@ class Scheduler:
                     results=task.results,
                     isolate=task.isolate,
                     debug=task.debug,
-                    context=self._context(task.rank),
+                    context=self._contexts.of_rank(task.rank),
                     quiet=True,
                     begun=begun,
                 )
@@ -354,22 +341,22 @@ class Scheduler:
     def _settle(self, task: PoolTask, call: Call, output: TaskOutput) -> None:
         try:
             value = call.result()
-        except CancelledError:
-            output.finish()
-            self._release_rank(task)
-            task.future.cancel()
-            return
         except BaseException as error:
             output.finish()
-            self._on_failure(task, error)
+            if call.cancelled():
+                self._release_rank(task)
+                task.future.cancel()
+            else:
+                self._on_failure(task, error)
             return
         if task.is_stream:
             with self._lock:
                 # The process stays in use. But nothing here may hold the items, or dropping them would end nothing.
                 slot = self._running.pop(task)
             future, task.future = task.future, PoolFuture(task.name)
-            task.running = task.keeps = None
-            items = StreamItems(value, partial(self._stream_ended, slot, call, output))
+            kept, task.running, task.keeps = task.keeps, None, None
+            end = partial(self._stream_ended, slot, call, output)
+            items = StreamItems(value, end, partial(self._explain_loss, task.name, task.rank, False), kept)
             with self._lock:
                 slot.streams.add(items)
             future.settle(items)
@@ -388,12 +375,14 @@ class Scheduler:
             timer.start()
             return
         if isinstance(error, SessionLostError):
-            self._add_lost_note(task, error)
+            error = self._explain_loss(task.name, task.rank, True, error)
         self._release_rank(task)
         task.future.fail(error)
 
-    def _add_lost_note(self, task: PoolTask, error: SessionLostError) -> None:
-        pool_task.note_lost_rank(task, error, len(self._group.members))
+    def _explain_loss(self, name: str, rank: int | None, again: bool, error: SessionLostError) -> SessionLostError:
+        """Return the error for a call that was lost with its process, and could be made again, or for its stream."""
+        pool_task.note_lost_rank(name, rank, len(self._group.members), again, error)
+        return error
 
     def _requeue(self, task: PoolTask) -> None:
         error: Exception | None = None
@@ -487,6 +476,7 @@ class Scheduler:
                 return
             self._closed = True
             left = [*self._queued, *(task for slot in self._slots for task in slot.queue), *self._running]
+            streams = self._slots.streams()
             broadcasts = self._broadcasts.close()
             self._queued.clear()
             for slot in self._slots:
@@ -497,4 +487,13 @@ class Scheduler:
             task.future.cancel()
         for future in broadcasts:
             future.cancel()
+        for stream in streams:
+            stream.let_go()()  # not where it is dropped: that may be when the interpreter is being taken down
         self._result_executor.shutdown(wait=False)
+
+    def abandon_in_child(self) -> None:
+        """After a fork, in the child: the processes are the parent's, as are the threads that calls need."""
+        self._lock = threading.RLock()  # one of those threads may have held the other
+        self._closed = True
+        for stream in self._slots.streams():
+            stream.let_go()

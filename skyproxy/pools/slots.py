@@ -130,6 +130,10 @@ class ProcessSlots:
         self._next = (chosen + 1) % count
         return best
 
+    def streams(self) -> list[StreamItems]:
+        """The streams that hold processes."""
+        return [stream for slot in self._in_order for stream in slot.streams]
+
     def free(self) -> int:
         """Return how many single calls could begin."""
         return sum(max(0, self.concurrency - slot.busy) for slot in self._in_order)

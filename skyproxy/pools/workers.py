@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from skyproxy.errors import ConfigurationError, SkyproxyError, WorkerStartError
 from skyproxy.pools.loop_thread import loop_thread
+from skyproxy.pools.node_target import POOL_OF_NODE
 from skyproxy.providers.all_or_none import run_all_or_none
 from skyproxy.providers.base import Endpoint, Launched, Progress, Provider, WorkerSpec
 from skyproxy.providers.environments import missing_requirements
@@ -166,7 +167,10 @@ async def check_software(launched: Launched, nodes: Sequence[Node]) -> None:
 
 async def _replace(spec: WorkerSpec, launched: Launched, rank: int, old: Node) -> Node:
     await close_nodes([old])
-    return await connect_worker(spec, await launched.restart(rank))
+    new = await connect_worker(spec, await launched.restart(rank))
+    if (pool := POOL_OF_NODE.pop(old, None)) is not None:
+        POOL_OF_NODE[new] = pool
+    return new
 
 
 async def close_nodes(nodes: Sequence[Node]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 import skyproxy as sky
-from skyproxy.errors import ConfigurationError, RankErrors, RemoteFunctionError, SessionLostError
+from skyproxy.errors import ActorDiedError, ConfigurationError, RankErrors, RemoteFunctionError, SessionLostError
 from skyproxy.pools import Compute, pool_task
 
 
@@ -47,10 +48,25 @@ def crash() -> None:
     ctypes.string_at(0)
 
 
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [(exit_at_once, ["exited with code 3", "the last words"]), (crash, ["SIGSEGV", "Segmentation fault", "in crash"])],
-)
+def abort() -> None:
+    os.write(2, b"the last words\n")
+    os.abort()
+
+
+def kill() -> None:
+    os.write(2, b"the last words\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+DEATHS = [
+    (exit_at_once, ["exited with code 3", "the last words"]),
+    (crash, ["SIGSEGV", "Segmentation fault", "in crash"]),
+    (abort, ["SIGABRT", "the last words"]),
+    (kill, ["SIGKILL", "the last words"]),
+]
+
+
+@pytest.mark.parametrize(("function", "said"), DEATHS, ids=[function.__name__ for function, _ in DEATHS])
 def test_a_death_names_its_cause_and_the_end_of_the_log(
     pool: Compute, function: Callable[[], None], said: list[str]
 ) -> None:
@@ -63,6 +79,26 @@ def test_a_death_names_its_cause_and_the_end_of_the_log(
     assert "skyproxy.connect" not in str(caught.value)
     assert caught.value.process_ended
     assert pool.run(abs, -1) == 1, "another process took its place"
+
+
+def last_item(die: Callable[[], None]) -> Iterator[int]:
+    yield 1
+    die()
+
+
+class Dying(sky.Actor):
+    def items(self) -> Iterator[int]:
+        yield from last_item(exit_at_once)
+
+
+def test_a_death_in_the_midst_of_a_stream_says_where_and_whose(pool: Compute) -> None:
+    with pytest.raises(SessionLostError, match="exited with code 3") as caught:
+        list(pool.run(last_item, exit_at_once))
+    assert caught.value.__notes__ == ["last_item was running on rank 0 of 1."]
+    with pytest.raises(ActorDiedError, match=r"actor Dying on rank 0 died while Dying.items ran: .*code 3"):
+        list(Dying.on(pool)().items())
+    assert pool.run(abs, -1) == 1
+    assert next(Dying.on(pool.nodes[0])().items()) == 1, "the new process is one of the pool's nodes, too"
 
 
 @pytest.mark.parametrize("function", [lambda: sys.exit(3), lambda: sys.exit("no data")])
