@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 C_DATA = (types.MemberDescriptorType, types.GetSetDescriptorType)
-"""What reaches data that is in an object itself: a slot, or what a class in C keeps there."""
+"""Types of descriptors of data that lies in an object itself: in a slot, or where a class in C keeps it."""
 _IN_C: dict[str, type] = {
     "__new__": types.BuiltinFunctionType,
     "__init__": types.WrapperDescriptorType,

@@ -192,7 +192,7 @@ _SPECIAL: dict[type, Callable[[Any], object]] = {
     weakref.WeakKeyDictionary: _reduce_weak_mapping,  # `functools.singledispatch` has one
     weakref.WeakValueDictionary: _reduce_weak_mapping,
 }
-"""What neither pickle nor cloudpickle can write, though it is made of what they can."""
+"""Types that neither pickle nor cloudpickle can write, though they are made of what they can."""
 
 
 def pickle_simple(value: object) -> Pickled:

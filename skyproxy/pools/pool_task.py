@@ -72,7 +72,7 @@ def note_lost_rank(name: str, rank: int | None, ranks: int, again: bool, error: 
 
 
 class SentContexts:
-    """What goes beside the calls to each rank, pickled once for as long as it stays the same."""
+    """Contexts of the calls to each rank, pickled once for as long as they stay the same."""
 
     def __init__(self, group: RankGroup | ElasticGroup, most: int) -> None:
         self._group = group
@@ -80,7 +80,7 @@ class SentContexts:
         self._known: dict[int, tuple[dict[str, object], SentContext]] = {}
 
     def of_rank(self, rank: int) -> SentContext:
-        """Return what goes beside calls to a rank."""
+        """Return the context of calls to a rank."""
         context = self._group.context(rank)
         known = self._known.get(rank)
         if known is None or known[0] is not context:
