@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import gc
 import os
 import threading
@@ -360,3 +361,28 @@ def test_a_call_may_be_dropped_while_a_graph_is_captured(node: skyproxy.Node, sk
         gc.collect()
     graph.replay()
     assert y.tolist() == [2, 2]
+
+
+def test_cached_and_dispatching_functions_travel_as_code(node: skyproxy.Node) -> None:
+    @functools.lru_cache(maxsize=3)
+    def cached(x: int) -> int:
+        return x + 1
+
+    @functools.singledispatch
+    def kind(x: object) -> str:
+        return "other"
+
+    @kind.register
+    def _(x: int) -> str:
+        return "int"
+
+    class Lazy:
+        @functools.cached_property
+        def half(self) -> int:
+            return 2
+
+    def use() -> tuple[object, ...]:
+        return cached(1), cached.cache_info().maxsize, kind(1), kind("a"), Lazy().half
+
+    assert node.run(use) == (2, 3, "int", "other", 2)
+    assert node.run(cached, 2) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import re
@@ -357,6 +358,25 @@ def test_coroutine_functions_run_too(pool: Compute) -> None:
         return x + 1
 
     assert later(1) >> pool == 2
+
+
+def test_errors_of_a_function_are_not_taken_for_those_of_the_wait(pool: Compute) -> None:
+    def fail(kind: type[Exception]) -> None:
+        raise kind("mine")
+
+    async def use() -> None:
+        await (sky.compute(fail)(TimeoutError) > pool)
+
+    with pytest.raises(TimeoutError, match="mine") as caught:
+        asyncio.run(use())
+    assert "in fail" in str(caught.value.__cause__)
+    with pytest.raises(CancelledError, match="mine"):
+        pool.run(fail, CancelledError)
+
+
+def test_arguments_have_any_name_and_partial_calls_are_calls(pool: Compute) -> None:
+    assert pool.run(lambda self, function: (self, function), self=1, function=2) == (1, 2)
+    assert pool.run(functools.partial(sky.compute(pow), 2), 3) == 8
 
 
 def test_what_cannot_be_pickled_is_said_at_the_call(pool: Compute) -> None:

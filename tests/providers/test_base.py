@@ -58,6 +58,6 @@ def test_suggestions_are_the_arguments_of_compute() -> None:
 
 def test_local_says_which_devices_it_ignores(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "skyproxy"):
-        spec = WorkerSpec("dev", resources={"nvidia.com/gpu": "1"})
+        spec = WorkerSpec("dev", resources={"nvidia.com/gpu": "1", "cpu": "1", "disk": "9Gi"})
         skyproxy.Local(device="cpu")._check_image(spec, lambda step: None)
-    assert "ignores resources: nvidia.com/gpu=1" in caplog.text
+    assert "ignores resources: nvidia.com/gpu=1, disk=9Gi." in caplog.text
