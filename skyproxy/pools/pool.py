@@ -274,8 +274,7 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
         self._workers = workers
         if isinstance(workers, Workers):
             self._scheduler = Scheduler(workers.group, concurrency=self._concurrency, retry=self._retry)
-            for node in workers.group.nodes:
-                self._take_in(node)
+            POOL_OF_NODE.update(dict.fromkeys(workers.group.nodes, self))
         else:
             self._scheduler = workers.begin(
                 self._concurrency,
@@ -343,13 +342,11 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
 
     def abandon_in_child(self) -> object:
         """After a fork, in the child: it runs in the parent alone. Return what must not be let go of here."""
-        kept = self._workers, self._scheduler, self._hooks, list(self._actors)
-        for scheduler in (self._scheduler, *self._actors):
-            if scheduler is not None:
-                scheduler.abandon_in_child()
+        kept = self._workers, self._hooks, [one for one in (self._scheduler, *self._actors) if one is not None]
+        for scheduler in kept[2]:
+            scheduler.abandon_in_child()
         self._workers = self._scheduler = None
-        self._hooks = contextlib.ExitStack()
-        self._actors = weakref.WeakSet()
+        self._hooks, self._actors = contextlib.ExitStack(), weakref.WeakSet()
         return kept
 
     def __enter__(self) -> Compute:
