@@ -161,6 +161,21 @@ class _CurrentDevice(threading.local):
     index = 0
 
 
+def index_in(device: torch.device | str | int | None) -> int | None:
+    """The number in what PyTorch code calls a device; None if it has none.
+
+    Raises:
+        ValueError: it is a device of another type.
+    """
+    if device is None or isinstance(device, int):
+        return device
+    named = torch.device(device)
+    if named.type != "sky":
+        raise ValueError(f"Expected a sky device, but got: {named}")
+    index: int | None = named.index
+    return index
+
+
 class Devices:
     """All `sky` devices of this process, by number."""
 
@@ -211,10 +226,12 @@ class Devices:
             ) from None
 
     def of(self, device: torch.device | str | int | None) -> SkyDevice:
-        """The device that PyTorch code names."""
-        if device is None or isinstance(device, int):
-            return self.at(device)
-        return self.at(torch.device(device).index)
+        """The device that PyTorch code names.
+
+        Raises:
+            ValueError: it names a device of another type.
+        """
+        return self.at(index_in(device))
 
     def _start(self) -> None:
         with self._lock:

@@ -70,7 +70,7 @@ class SkyGenerator(PlainGenerator):
         return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
     def set_state(self, new_state: torch.Tensor) -> SkyGenerator:
-        self._do("set_generator_state", _bytes_of(new_state))
+        self._do("set_generator_state", bytes_of_state(new_state))
         self._seed = None
         return self
 
@@ -121,7 +121,7 @@ class DefaultGenerator(SkyGenerator):
         return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
     def set_state(self, new_state: torch.Tensor) -> DefaultGenerator:
-        self.sky_device.session.do("set_random_state", self.sky_device.place, _bytes_of(new_state))
+        self.sky_device.session.do("set_random_state", self.sky_device.place, bytes_of_state(new_state))
         return self
 
     def clone_state(self) -> SkyGenerator:
@@ -154,7 +154,7 @@ def as_seed(seed: int) -> int:
     return seed if seed < 1 << 63 else seed - (1 << 64)
 
 
-def _bytes_of(state: object) -> bytes:
+def bytes_of_state(state: object) -> bytes:
     if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8:
         raise TypeError("RNG state must be a torch.ByteTensor")
     return bytes(state.cpu().contiguous().numpy())

@@ -58,6 +58,8 @@ def record(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dic
     try:
         call = BoundCall(info, args, kwargs)
     except MixedDevicesError as error:
+        if info.changes_list:
+            count_changes(args[0])
         return run_across_devices(info, func, args, kwargs, error)
     return run(call)
 
@@ -352,6 +354,8 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
         record: what records the command; by default it goes into the stream.
     """
     info, device = call.info, call.device
+    if info.changes_list:
+        count_changes(call.args[0])
     call = _unalias(call, inference.written_tensors(call))
     asked = Entry([inference.Output(argument=argument) for argument in info.returns], [])
     asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in info.returns]

@@ -122,15 +122,6 @@ def _exchange_device(index: int) -> int:
     return before
 
 
-def _device_stats(index: int) -> dict[str, object]:
-    """Return what `torch.accelerator.memory_stats` flattens."""
-    row = sky_module.memory_stats(index)
-    return {
-        f"{kind}_bytes": {"all": {"current": row[kind], "peak": row[f"max_{kind}"]}}
-        for kind in ("allocated", "reserved")
-    }
-
-
 def _capability(index: int) -> dict[str, object]:
     bits = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -151,8 +142,8 @@ _ACCELERATOR: dict[str, Callable[..., object]] = {
     "_accelerator_emptyCache": sky_module.empty_cache,
     "_accelerator_emptyHostCache": lambda: None,
     "_accelerator_getMemoryInfo": sky_module.mem_get_info,
-    "_accelerator_getDeviceStats": _device_stats,
-    "_accelerator_resetAccumulatedStats": lambda index: None,
+    "_accelerator_getDeviceStats": sky_module.memory_stats_as_nested_dict,
+    "_accelerator_resetAccumulatedStats": sky_module.reset_accumulated_memory_stats,
     "_accelerator_resetPeakStats": sky_module.reset_peak_memory_stats,
 }
 

@@ -75,12 +75,26 @@ soft_margin_loss stft stft.center svd trace triangular_solve triplet_margin_loss
 """.split()
 PROMOTE_ON_CPU = "cat index_copy stack".split()
 
+COMPOSITES = """
+arccos arcsin arctan2 bilinear chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+corrcoef cov cross_entropy_loss ctc_loss cumulative_trapezoid einsum frobenius_norm gru gru_cell inner istft
+linalg_cond linalg_matmul linalg_matrix_power linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv linalg_solve
+linalg_tensorinv linalg_tensorsolve lstm lstm_cell matrix_power nanmean nll_loss_nd norm nuclear_norm pairwise_distance
+pinverse rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell special_expm1 special_log1p special_log_softmax
+special_logsumexp special_multigammaln special_softmax tensordot trapezoid trapz upsample_bicubic2d upsample_bilinear2d
+_upsample_bicubic2d_aa _upsample_bilinear2d_aa upsample_linear1d upsample_nearest1d upsample_nearest2d
+upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_trilinear3d
+vander
+""".split()
+"""Composites that consist of ops of these lists. In inference mode PyTorch would hand them on undivided, to where
+autocast looks switched off."""
 CAST_INSIDE = "affine_grid_generator _trilinear _transformer_encoder_layer_fwd".split()
 """Ops whose kernels, which are the same for every device, call ops of these lists."""
 _KERNELS_OF_OPS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CPU")
 
 _KEY = "AutocastPrivateUse1"
 _dispatch_key = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_autograd: DispatchKey = torch._C.DispatchKey.AutogradPrivateUse1  # type: ignore[attr-defined]
 _after = torch._C._dispatch_keyset_full_after(_dispatch_key)
 _below = torch._C.DispatchKeySet(_dispatch_key)
 _Without = torch._C._ExcludeDispatchKeyGuard
@@ -153,14 +167,25 @@ def _kernel_for_worker(
     op: OpOverload, on_cuda: Callable[..., object] | None, on_cpu: Callable[..., object] | None
 ) -> Callable[..., object]:
     """The kernel of an op: that of its worker's list, or none, if the op is not in it."""
+    division = _division_of(op)
 
     def kernel(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
         chosen = on_cpu if kind_of_worker((*args, *kwargs.values())) == "cpu" else on_cuda
-        if chosen is None:  # autocast goes on inside: the op may consist of others that are in the list
-            return op.redispatch(keys & _after, *args, **kwargs)
-        return chosen(*args, **kwargs)
+        if chosen is not None:
+            return chosen(*args, **kwargs)
+        # Autocast goes on inside: the op may consist of others that are in the list.
+        if division is not None and not keys.has(_autograd):
+            return op._op_dk(division, *args, **kwargs)
+        return op.redispatch(keys & _after, *args, **kwargs)
 
     return kernel
+
+
+def _division_of(op: OpOverload) -> DispatchKey | None:
+    """The key of the kernel that divides a composite, as autograd would; None: it is no composite."""
+    if not has_kernel(op.name(), "CompositeImplicitAutograd"):
+        return None
+    return _autograd if has_kernel(op.name(), "AutogradPrivateUse1") else DispatchKey.CompositeImplicitAutograd
 
 
 def _lower(op: OpOverload) -> Callable[..., object]:
@@ -276,6 +301,13 @@ def _overload(name: str) -> OpOverload:
         ) from None
 
 
+def _composites() -> list[str]:
+    """The overloads of `COMPOSITES` that this torch has; those that write into a tensor have no casts."""
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    overloads = {name: _overload(name) for name in names if name.partition(".")[0] in COMPOSITES}
+    return [name for name, op in overloads.items() if _division_of(op) and not op._schema.is_mutable]
+
+
 def _forms(*lists: tuple[list[str], Callable[[OpOverload], Callable[..., object]]]) -> dict[str, Callable[..., object]]:
     return {name: make(_overload(name)) for names, make in lists for name in names}
 
@@ -320,7 +352,7 @@ def install() -> None:
     others.fallback(torch.library.fallthrough_kernel, _KEY)
     library = torch.library.Library("aten", "IMPL")
     on_cuda, on_cpu = _forms_on_cuda(), _forms_on_cpu()
-    for name in {**on_cuda, **on_cpu}:
+    for name in {**on_cuda, **on_cpu, **dict.fromkeys(_composites())}:
         kernel = _kernel_for_worker(_overload(name), on_cuda.get(name), on_cpu.get(name))
         library.impl(name, kernel, _KEY, with_keyset=True)
     for name in CAST_INSIDE:

@@ -13,7 +13,7 @@ import torch
 from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.generators import DefaultGenerator
-from skyproxy.tensor.torch_api import sky_module
+from skyproxy.tensor.torch_api import sky_module, sync_debug
 from skyproxy.torch_codec import DTYPE_NAMES
 
 _LEGACY_DTYPES = {
@@ -129,7 +129,8 @@ def _parts() -> dict[str, types.ModuleType]:
         "random": "manual_seed manual_seed_all seed seed_all initial_seed get_rng_state get_rng_state_all "
         "set_rng_state set_rng_state_all",
         "memory": "empty_cache max_memory_allocated max_memory_reserved mem_get_info memory_allocated memory_reserved "
-        "memory_stats memory_summary reset_peak_memory_stats",
+        "memory_stats memory_stats_as_nested_dict memory_summary reset_accumulated_memory_stats "
+        "reset_max_memory_allocated reset_peak_memory_stats",
     }
     parts = {}
     for part, names in named.items():
@@ -161,6 +162,8 @@ def install() -> None:
         default_generators=_DefaultGenerators(),
         OutOfMemoryError=torch.OutOfMemoryError,
         AcceleratorError=torch.AcceleratorError,
+        get_sync_debug_mode=sync_debug.get_sync_debug_mode,
+        set_sync_debug_mode=sync_debug.set_sync_debug_mode,
         **_parts(),
         **kinds,
         **_storage_types(),

@@ -11,8 +11,8 @@ import torch
 
 from skyproxy.session.backlog import Backlog
 from skyproxy.session.session import Session
-from skyproxy.tensor.core.devices import DEVICES, SkyDevice
-from skyproxy.tensor.core.generators import as_seed
+from skyproxy.tensor.core.devices import DEVICES, SkyDevice, index_in
+from skyproxy.tensor.core.generators import as_seed, bytes_of_state
 
 DeviceLike = torch.device | str | int | None
 
@@ -54,7 +54,7 @@ def current_device() -> int:
 
 def set_device(device: DeviceLike) -> None:
     """Makes `device` the one that "sky" without a number means to this thread. A negative index changes nothing."""
-    index = device if isinstance(device, int) else torch.device(device).index if device is not None else None
+    index = index_in(device)
     if index is not None and index >= 0:
         DEVICES.current = index
 
@@ -67,7 +67,7 @@ class device(contextlib.ContextDecorator):
     """
 
     def __init__(self, device: torch.device | str | int | None) -> None:
-        self.idx = device if isinstance(device, int) or device is None else torch.device(device).index
+        self.idx = index_in(device)
         self.prev_idx = -1
 
     def __enter__(self) -> None:
@@ -183,6 +183,19 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
     return properties.type == "cpu" or including_emulation or properties.major >= 8
 
 
+def is_tf32_supported() -> bool:
+    """Return whether the device multiplies in TF32."""
+    properties = get_device_properties()
+    return properties.type == "cuda" and properties.major >= 8
+
+
+def can_device_access_peer(device: DeviceLike, peer_device: DeviceLike) -> bool:
+    """False: what goes from one device to another goes through this program."""
+    for index in (device, peer_device):
+        DEVICES.of(index)
+    return False
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +238,16 @@ def reset_peak_memory_stats(device: DeviceLike = None) -> None:
     chosen.session.do("reset_peak_memory", chosen.place)
 
 
+def reset_accumulated_memory_stats(device: DeviceLike = None) -> None:
+    """Nothing to do: workers count what is and what was at most, and add nothing up."""
+    DEVICES.of(device)
+
+
+def reset_max_memory_allocated(device: DeviceLike = None) -> None:
+    """Starts both maxima anew, as the function of `torch.cuda` with this name does."""
+    reset_peak_memory_stats(device)
+
+
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     """Free and total bytes of the device's memory."""
     row = _memory(device)
@@ -234,6 +257,15 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
 def memory_stats(device: DeviceLike = None) -> dict[str, int]:
     """All of the above in one dict, for one round trip."""
     return _memory(device)
+
+
+def memory_stats_as_nested_dict(device: DeviceLike = None) -> dict[str, object]:
+    """The same in the shape of its namesake in `torch.cuda`, from which `torch.accelerator` makes its own."""
+    row = _memory(device)
+    return {
+        f"{kind}_bytes": {"all": {"current": row[kind], "peak": row[f"max_{kind}"]}}
+        for kind in ("allocated", "reserved")
+    }
 
 
 def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
@@ -246,6 +278,10 @@ def empty_cache() -> None:
     """Gives unused memory back on every worker."""
     for session in _sessions():
         session.do("empty_cache")
+
+
+def ipc_collect() -> None:
+    """Nothing to do: memory of workers is never shared with other processes of this machine."""
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -297,7 +333,7 @@ def get_rng_state_all() -> list[torch.Tensor]:
 def set_rng_state(new_state: torch.Tensor, device: DeviceLike = "sky") -> None:
     """Replaces the state of a device's generator."""
     chosen = DEVICES.of(device)
-    chosen.session.do("set_random_state", chosen.place, bytes(new_state.cpu().contiguous().tolist()))
+    chosen.session.do("set_random_state", chosen.place, bytes_of_state(new_state))
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:

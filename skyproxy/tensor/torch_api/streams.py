@@ -6,10 +6,8 @@ unchanged, and in order. PyTorch's own classes know devices of C++ only; stand-i
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -215,11 +213,28 @@ def set_stream(stream: Any) -> None:
         _current.streams[stream.device.index] = stream
 
 
-@contextlib.contextmanager
-def stream(stream: Any) -> Iterator[None]:
-    """Makes a stream, and its device, the current ones of this thread inside a `with` block; None changes nothing."""
-    with stream if stream is not None else contextlib.nullcontext():
-        yield
+class StreamContext:
+    """Makes a stream, and its device, the current ones of this thread inside a `with` block.
+
+    Args:
+        stream: the stream; None changes nothing.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*exc_info)
+
+
+def stream(stream: Any) -> StreamContext:
+    """Makes a stream the current one inside a `with` block."""
+    return StreamContext(stream)
 
 
 class _DeviceSelectingType(type):
@@ -286,6 +301,7 @@ def install() -> None:
     sky_module.MODULE.__dict__.update(
         Event=Event,
         Stream=Stream,
+        StreamContext=StreamContext,
         current_stream=current_stream,
         default_stream=default_stream,
         set_stream=set_stream,

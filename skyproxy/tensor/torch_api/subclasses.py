@@ -101,12 +101,16 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_subclass(self: torch.Tensor, cls: type) -> torch.Tensor:
     """`Tensor.as_subclass` of a remote tensor."""
+    return _in_class(as_plain(self), cls)
+
+
+def _in_class(tensor: torch.Tensor, cls: type) -> torch.Tensor:
+    """The same object, of a class of the user's from now on."""
     if issubclass(cls, RemoteSubclass):
         cls = cls.local_class
-    result = as_plain(self)
     if cls is not torch.Tensor and cls is not RemoteTensor:
-        result.__class__ = joined_class(cls)
-    return result
+        tensor.__class__ = joined_class(cls)
+    return tensor
 
 
 def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -118,8 +122,9 @@ def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = Fal
     if any(kwargs.values()):
         raise NotImplementedError(f"a remote tensor takes no {', '.join(kwargs)} in torch.Tensor._make_subclass")
     with torch.no_grad():
-        made = as_subclass(as_plain(data).detach(), cls)
-    return made.requires_grad_(requires_grad)
+        # Detached last, for a view that is made without gradients could not be changed in place later.
+        made = as_plain(data).detach()
+    return _in_class(made, cls).requires_grad_(requires_grad)
 
 
 def install() -> None:

@@ -141,6 +141,32 @@ def test_a_list_of_several_devices_is_taken_item_by_item(sky: str, sky1: str) ->
     assert [item.tolist() for item in result] == [[8.0, 8.0]] * 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda items, cpu: torch._foreach_add_(items, cpu),
+        lambda items, cpu: torch._foreach_copy_(items, [torch.zeros(2) for _ in cpu]),
+        lambda items, cpu: torch._foreach_pow_(items, cpu),
+        lambda items, cpu: torch._foreach_addcmul_(items, items, items, torch.tensor([0.5] * len(items))),
+    ],
+)
+def test_a_change_with_a_list_of_another_device_is_counted(change: Callable[[Any, Any], Any], sky1: str) -> None:
+    items = [torch.ones(2, device=sky1), torch.ones(2)]
+    change(items, [torch.tensor(2.0), torch.tensor(2.0)])
+    assert [item._version for item in items] == [1, 1]
+    saved = torch.ones(2, device=sky1, requires_grad=True) * 3
+    squared = saved * saved
+    with torch.no_grad():
+        change([saved], [torch.tensor(2.0)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+    with torch.inference_mode():
+        of_inference = torch.ones(2, device=sky1)
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        change([of_inference], [torch.tensor(2.0)])
+    assert of_inference.tolist() == [1, 1]
+
+
 def _foreach_writes() -> list[Any]:
     """Every op on lists that changes its first one, with an argument for each of the others that it must have."""
     found = []

@@ -401,3 +401,44 @@ def test_nothing_is_cast_inside_without_autocast_or_where_it_is_switched_off(nam
         with torch.autocast("sky", enabled=False):
             assert torch.equal(INSIDE[name](x.to(sky1), layer).cpu(), expected)
     assert torch.equal(INSIDE[name](x.to(sky1), layer).cpu(), expected)
+
+
+COMPOSITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "tensordot": lambda x: torch.tensordot(x, x.T, 1),
+    "inner": lambda x: torch.inner(x, x),
+    "multi_dot": lambda x: torch.linalg.multi_dot([x, x.T, x]),
+    "matrix_power": lambda x: torch.linalg.matrix_power(x @ x.T, 3),
+    "cov": torch.cov,
+    "bilinear": lambda x: F.bilinear(x[:1], x[1:2], x.reshape(1, 8, 8)),
+    "convolution with padding": lambda x: F.conv1d(x[None], x[:, :, None], padding="same"),
+    "interpolate": lambda x: F.interpolate(x[None].bfloat16(), scale_factor=2),
+    "cross_entropy": lambda x: F.cross_entropy(x.bfloat16(), torch.arange(8, device=x.device)),
+    "pairwise_distance": lambda x: F.pairwise_distance(x.bfloat16(), x.flip(0).bfloat16()),
+    "lstm": lambda x: nn.LSTM(8, 4, device=x.device).requires_grad_(False)(x)[0].fill_(0),
+    "gru_cell": lambda x: torch.gru_cell(x, x[:, :8], x.repeat(3, 1), x.repeat(3, 1)),
+    "attention": lambda x: nn.functional.multi_head_attention_forward(
+        x[:, None], x[:, None], x[:, None], 8, 2, x.repeat(3, 1), None, None, None, False, 0.0, x, None
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_parts_of_composites_are_cast_in_inference_mode(name: str, sky1: str) -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(8, 8)
+
+    def run(device: str, mode: Any) -> torch.Tensor:
+        x = numbers.to(device)
+        with mode(), torch.autocast(torch.device(device).type, torch.bfloat16):
+            result: torch.Tensor = COMPOSITES[name](x)
+        return result.cpu()
+
+    for mode in (torch.inference_mode, torch.no_grad):
+        found, expected = run(sky1, mode), run("cpu", mode)
+        assert found.dtype is expected.dtype
+        assert torch.equal(found, expected)
+    with torch.inference_mode():
+        of_inference = numbers.to(sky1)
+    with torch.no_grad(), torch.autocast("sky", torch.bfloat16):
+        assert torch.equal(COMPOSITES[name](of_inference).cpu(), expected)

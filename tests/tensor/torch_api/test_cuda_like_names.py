@@ -154,3 +154,39 @@ def test_legacy_storage_types_are_where_cuda_has_them(dtype: torch.dtype, sky: s
     assert copy.deepcopy(remote.storage()).tolist() == local.storage().tolist()
     with pytest.raises(RuntimeError, match="Not available for sky storage"):
         kind.from_buffer(b"1")
+
+
+def test_what_libraries_call_beside_an_empty_cache_is_there(sky1: str) -> None:
+    torch.sky.ipc_collect()
+    torch.sky.reset_max_memory_allocated(sky1)
+    torch.sky.reset_accumulated_memory_stats(sky1)
+    assert not torch.sky.can_device_access_peer(0, 1)
+    assert not torch.sky.is_tf32_supported()
+    held = torch.ones(1000, device=sky1)
+    nested = torch.sky.memory_stats_as_nested_dict(sky1)["allocated_bytes"]["all"]
+    assert nested["peak"] >= nested["current"] >= held.nbytes
+    assert torch.accelerator.memory_stats(1)["allocated_bytes.all.current"] == nested["current"]
+
+
+def test_a_stream_context_is_where_cuda_has_it(sky1: str) -> None:
+    stream = torch.sky.Stream(sky1)
+    assert isinstance(torch.sky.stream(stream), torch.sky.StreamContext)
+    with torch.sky.StreamContext(stream), torch.sky.StreamContext(None):
+        assert torch.sky.current_stream() == stream
+    assert torch.sky.current_device() == 0
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: torch.sky.set_device("cpu"),
+        lambda: torch.sky.device(torch.device("cpu")),
+        lambda: torch.sky.synchronize("cpu"),
+        lambda: torch.sky.get_device_properties("cpu"),
+        lambda: torch.sky.Stream("cpu"),
+        lambda: torch.sky.memory_allocated("meta"),
+    ],
+)
+def test_a_device_of_another_type_is_refused(ask: Callable[[], object], sky: str) -> None:
+    with pytest.raises(ValueError, match="Expected a sky device, but got: "):
+        ask()

@@ -139,6 +139,16 @@ def test_a_subclass_shares_memory_and_history_with_its_tensor(sky1: str) -> None
     assert x.tolist() == [2, 2, 2]
 
 
+def test_what_make_subclass_gives_is_a_leaf_that_can_be_changed(sky1: str) -> None:
+    x = torch.Tensor._make_subclass(Bare, torch.ones(3, device=sky1), True)
+    assert not x._is_view()
+    x.detach().add_(1)
+    assert x.is_leaf
+    (x * x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [4, 4, 4]
+
+
 def test_a_class_that_handles_operations_itself_is_refused(sky1: str) -> None:
     class Own(torch.Tensor):
         @classmethod
