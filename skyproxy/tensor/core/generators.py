@@ -155,6 +155,11 @@ def as_seed(seed: int) -> int:
 
 
 def bytes_of_state(state: object) -> bytes:
+    """What travels of a generator's state.
+
+    Raises:
+        TypeError: it is no tensor of bytes.
+    """
     if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8:
         raise TypeError("RNG state must be a torch.ByteTensor")
     return bytes(state.cpu().contiguous().numpy())
