@@ -44,7 +44,7 @@ Templates = tuple[object, ...]
 Keywords = tuple[tuple[str, object], ...]
 
 
-def record(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Records a call of any op, whatever its arguments, and wraps its results."""
     if info.special is not None:
         return info.special(info, func, args, kwargs)

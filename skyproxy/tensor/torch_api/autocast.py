@@ -94,7 +94,7 @@ _KERNELS_OF_OPS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFun
 
 _KEY = "AutocastPrivateUse1"
 _dispatch_key = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-_autograd: DispatchKey = torch._C.DispatchKey.AutogradPrivateUse1  # type: ignore[attr-defined]
+_autograd: DispatchKey = torch._C.DispatchKey.AutogradPrivateUse1
 _after = torch._C._dispatch_keyset_full_after(_dispatch_key)
 _below = torch._C.DispatchKeySet(_dispatch_key)
 _Without = torch._C._ExcludeDispatchKeyGuard
