@@ -155,7 +155,7 @@ def as_seed(seed: int) -> int:
 
 
 def bytes_of_state(state: object) -> bytes:
-    """What travels of a generator's state.
+    """Bytes of a generator's state, as they travel.
 
     Raises:
         TypeError: it is no tensor of bytes.

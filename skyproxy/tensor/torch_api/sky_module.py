@@ -190,7 +190,7 @@ def is_tf32_supported() -> bool:
 
 
 def can_device_access_peer(device: DeviceLike, peer_device: DeviceLike) -> bool:
-    """False: what goes from one device to another goes through this program."""
+    """Return False: what goes from one device to another goes through this program."""
     for index in (device, peer_device):
         DEVICES.of(index)
     return False
