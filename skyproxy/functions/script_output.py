@@ -25,7 +25,7 @@ _PATIENCE_ROUNDS = 10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE of <linux/falloc.h>
 
 
-class Output(Protocol):
+class LineOutput(Protocol):
     """The place for lines."""
 
     def write(self, text: str, /) -> object:
@@ -35,7 +35,7 @@ class Output(Protocol):
 def pass_on_file(
     header: str,
     file: str,
-    dst: Output,
+    dst: LineOutput,
     finished: threading.Event,
     interval_sec: float,
     log_line_filter: Callable[[str], bool] | None = None,
@@ -60,7 +60,7 @@ def pass_on_file(
 class _Lines:
     """The lines of one file."""
 
-    def __init__(self, header: str, dst: Output, is_wanted: Callable[[str], bool] | None) -> None:
+    def __init__(self, header: str, dst: LineOutput, is_wanted: Callable[[str], bool] | None) -> None:
         self._header = header
         self._dst = dst
         self._is_wanted = is_wanted

@@ -73,11 +73,11 @@ def _call(document: Document) -> object:
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
     if inspect.isasyncgen(value):
-        return asyncio.run(_listed(value))
+        return asyncio.run(_collect(value))
     return list(value) if inspect.isgenerator(value) else value
 
 
-async def _listed(items: AsyncIterator[object]) -> list[object]:
+async def _collect(items: AsyncIterator[object]) -> list[object]:
     return [item async for item in items]
 
 
