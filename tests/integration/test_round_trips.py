@@ -178,3 +178,104 @@ def test_a_mask_of_the_cpu_that_does_not_fit_is_refused_as_locally(mask: Any, sk
     with pytest.raises(IndexError, match="mask") as found:
         x.to(sky)[torch.tensor(mask)]
     assert str(expected.value) in str(found.value)
+
+
+def _network(device: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)).to(device)
+    return model, torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+
+
+def _averaging(**options: Any) -> Callable[[str], Callable[[], object]]:
+    def prepare(device: str) -> Callable[[], object]:
+        model, _ = _network(device)
+        averaged = torch.optim.swa_utils.AveragedModel(model, **options)
+        return lambda: averaged.update_parameters(model)
+
+    return prepare
+
+
+def _checkpointed(**options: Any) -> Callable[[str], Callable[[], object]]:
+    def prepare(device: str) -> Callable[[], object]:
+        model, x = _network(device)
+        return lambda: torch.utils.checkpoint.checkpoint(model, x, **options).sum().backward()
+
+    return prepare
+
+
+def _scaled(device: str) -> Callable[[], object]:
+    model, x = _network(device)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("sky")
+
+    def step() -> None:
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def _labelled(device: str) -> Callable[[], object]:
+    chances = torch.randn(6, 2, 5, generator=torch.Generator().manual_seed(1)).to(device)
+    targets, lengths = torch.tensor([[1, 2], [3, 1]]).to(device), (torch.tensor([6, 5]), torch.tensor([2, 1]))
+    return lambda: nn.functional.ctc_loss(chances.requires_grad_().log_softmax(-1), targets, *lengths).backward()
+
+
+def _forked(device: str) -> Callable[[], object]:
+    def draw() -> None:
+        with torch.random.fork_rng([device], device_type="sky"):
+            torch.rand(3, device=device)
+
+    return draw
+
+
+STEPS: dict[str, Callable[[str], Callable[[], object]]] = {
+    "averaged weights": _averaging(),
+    "averaged weights and buffers": _averaging(use_buffers=True),
+    "an average by a function for all": _averaging(multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)),
+    "an average by a function for each": _averaging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9)),
+    "a checkpointed block": _checkpointed(use_reentrant=False),
+    "a checkpointed block, reentrant": _checkpointed(use_reentrant=True),
+    "a checkpointed block whose state is not kept": _checkpointed(use_reentrant=False, preserve_rng_state=False),
+    "a scaler with a fused optimizer": _scaled,
+    "CTC with lengths of the CPU": _labelled,
+    "a forked generator": _forked,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_tools_of_training_wait_for_nothing(name: str, sky: str) -> None:
+    step = STEPS[name](sky)
+    for _ in range(3):
+        step()
+    before = torch.sky.stats()
+    for _ in range(4):
+        step()
+    assert torch.sky.stats()["round_trips"] == before["round_trips"]
+    assert torch.sky.stats()["cache_misses"] == before["cache_misses"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_block_drops_the_same_values_again(reentrant: bool, sky: str) -> None:
+    model, x = _network(sky)
+    torch.manual_seed(3)
+    model(x).sum().backward()
+    after = torch.rand(3, device=sky).cpu()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    torch.manual_seed(3)
+    y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+    assert torch.equal(torch.rand(3, device=sky).cpu(), after)
+    y.sum().backward()
+    assert all(torch.equal(p.grad.cpu(), q.cpu()) for p, q in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_generator_that_was_forked_goes_on_as_before(sky: str) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3, device=sky).cpu()
+    torch.manual_seed(5)
+    with torch.random.fork_rng([sky], device_type="sky"):
+        torch.manual_seed(7)
+        torch.rand(3, device=sky)
+    assert torch.equal(torch.rand(3, device=sky).cpu(), expected)
+    assert torch.sky.get_rng_state(sky).dtype is torch.uint8  # who looks at it gets it

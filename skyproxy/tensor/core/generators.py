@@ -136,9 +136,22 @@ class KeptRandomState:
         self._handle = device.new_handle(None)
         device.session.do("keep_random_state", self._handle.slot, device.place)
 
-    def restore(self) -> None:
-        """The default generator goes on from here."""
-        device = self._handle.device
+    def restore(self, device: SkyDevice | None = None) -> None:
+        """The default generator goes on from here.
+
+        Args:
+            device: whose generator, if not that of the device that the state is of.
+
+        Raises:
+            RuntimeError: it is another worker's.
+        """
+        own = self._handle.device
+        device = own if device is None else device
+        if device.session is not own.session:
+            raise RuntimeError(
+                f"a state of {own.torch_device}'s generator that stays on its worker cannot be given to "
+                f"{device.torch_device}. Read it there: torch.sky.get_rng_state({own.index})"
+            )
         device.session.do("restore_random_state", self._handle.slot, device.place)
 
 

@@ -20,7 +20,13 @@ from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import FakeTensor, count_dispatch_modes, disable_current_modes, pytree
+from skyproxy.tensor.core.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    count_dispatch_modes,
+    disable_current_modes,
+    pytree,
+)
 from skyproxy.tensor.dispatch.fake_tensors import fake_mode, fake_tensor
 from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, OpInfo
 from skyproxy.tensor.shapes.kernel_strides import corrected, corrected_lists
@@ -321,25 +327,26 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)
 _NOTHING = contextlib.nullcontext()
 
 
-def _is_plain_view(call: BoundCall) -> bool:
-    """Return whether the op's results are views of its arguments, which ATen's own kernels make of meta tensors.
-
-    Fake tensors take some views by other ways, which give dimensions of size one other strides.
-    """
-    return call.info.func.is_view or call.info.name == "aten::_unsafe_view"
-
-
 def _infer_by_fake(call: BoundCall) -> Entry | None:
-    """Runs the op on tensors without values. Whatever fails means: ask the worker, whose error is the true one."""
+    """Runs the op on tensors without values: on meta tensors where it may be, which takes a quarter of the time."""
+    entry = _run_without_values(call, "meta") if call.info.takes_meta else None
+    return _run_without_values(call, "cpu") if entry is None and not call.info.is_view else entry
+
+
+def _run_without_values(call: BoundCall, place: str) -> Entry | None:
+    """Runs the op on stand-ins. Whatever fails means: ask the worker, whose error is the true one.
+
+    Args:
+        place: "meta" for meta tensors, "cpu" for PyTorch's fake tensors of the CPU.
+    """
     fakes: list[torch.Tensor] = []
-    view = _is_plain_view(call)
 
     def stand_in(a: object) -> object:
         if type(a) is RemoteTensor:
-            fakes.append(fake_tensor(a._sky.meta, "meta" if view else "cpu"))
+            fakes.append(fake_tensor(a._sky.meta, place))
             return fakes[-1]
         if isinstance(a, torch.device):
-            return torch.device("cpu")
+            return torch.device(place)
         if isinstance(a, torch.Generator):
             return None
         return a
@@ -348,7 +355,7 @@ def _infer_by_fake(call: BoundCall) -> Entry | None:
         """Make an empty stand-in, which is resized without a warning: that is the worker's to give."""
         if type(a) is not RemoteTensor:
             return stand_in(a)
-        fakes.append(fake_tensor(plain_meta((0,), a.dtype), "cpu"))
+        fakes.append(fake_tensor(plain_meta((0,), a.dtype), place))
         return fakes[-1]
 
     # What they look like in the end the worker is asked for.
@@ -357,7 +364,7 @@ def _infer_by_fake(call: BoundCall) -> Entry | None:
     try:
         # Without the user's modes, which would take our stand-ins for the program's own tensors.
         watched = count_dispatch_modes() > 0
-        mode = _NOTHING if view else fake_mode()
+        mode = DisableTorchFunction() if place == "meta" else fake_mode()
         with disable_current_modes() if watched else _NOTHING, mode, torch.no_grad():
             args = [pytree.tree_map(stand_in, a) for a in call.args]
             kwargs = {

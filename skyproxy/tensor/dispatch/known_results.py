@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 
 
 _EXACT_ON_CPUS = frozenset(
-    {"aten::div.Tensor", "aten::div.Tensor_mode", "aten::floor_divide", "aten::remainder.Scalar"}
+    {
+        "aten::div.Tensor",
+        "aten::div.Tensor_mode",
+        "aten::floor_divide",
+        "aten::reciprocal",
+        "aten::remainder.Scalar",
+        "aten::sqrt",
+    }
 )
 _MOST_UNASKED = 16
 _UNASKED_BY_CHANGE = 4

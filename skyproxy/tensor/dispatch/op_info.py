@@ -110,6 +110,16 @@ _SIZED_BY_KIND = frozenset(
     }
 )
 """Ops whose results have other sizes on CUDA: what kernels note for derivatives is empty on one of the two."""
+_LOOK_AT_DEVICES_NAMES = (
+    "_batch_norm_no_update _batch_norm_with_update _embedding_bag _embedding_bag_forward_only _fft_c2c _fft_c2r "
+    "_fft_r2c _fused_rms_norm _linalg_svd _native_batch_norm_legit _native_batch_norm_legit_no_training "
+    "_native_multi_head_attention _scaled_dot_product_flash_attention _to_copy _weight_int4pack_mm "
+    "batch_norm_backward channel_shuffle convolution convolution_backward linalg_eig log_sigmoid_forward median mode "
+    "nanmedian native_batch_norm native_batch_norm_backward native_group_norm native_layer_norm nonzero_static "
+    "pixel_shuffle pixel_unshuffle replication_pad2d upsample_nearest2d _upsample_nearest_exact2d"
+)
+_LOOK_AT_DEVICES = frozenset("aten::" + name for name in _LOOK_AT_DEVICES_NAMES.split())
+"""Ops whose kernels for tensors without values ask for the device, or take meta tensors for those of CUDA."""
 _FOLLOWED_IN_PLACE = (
     "add_.Tensor add_.Scalar sub_.Tensor sub_.Scalar mul_.Tensor mul_.Scalar fill_.Scalar fill_.Tensor zero_ copy_ "
     "_foreach_add_.Scalar _foreach_add_.List _foreach_add_.Tensor _foreach_add_.ScalarList _foreach_sub_.Scalar "
@@ -119,7 +129,7 @@ _FOLLOWED_FRESH = (
     "clone _to_copy zeros ones full add.Tensor sub.Tensor rsub.Scalar mul.Tensor neg abs ceil floor "
     "trunc maximum minimum logical_not logical_and logical_or eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor "
     "ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar div.Tensor div.Tensor_mode floor_divide "
-    "remainder.Scalar"
+    "remainder.Scalar reciprocal sqrt"
 )
 _FOLLOWED = frozenset("aten::" + name for name in (*_FOLLOWED_IN_PLACE.split(), *_FOLLOWED_FRESH.split()))
 """Operations whose results are known where their operands are: never a view, and exact, see `known_results`."""
@@ -167,6 +177,9 @@ class OpInfo:
         columns: whether its results for each place of its lists look as if that place came alone.
         is_matmul: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
         followed: whether its result is known where its operands are, see `known_results`.
+        is_view: whether its results are views of its arguments, which ATen's own kernels make of meta tensors: fake
+            tensors take some by other ways, which give dimensions of size one other strides.
+        takes_meta: whether meta tensors tell what the results look like, as fake tensors of the CPU do.
     """
 
     __slots__ = (
@@ -180,6 +193,7 @@ class OpInfo:
         "for_each",
         "func",
         "is_matmul",
+        "is_view",
         "keyword_kinds",
         "kinds",
         "name",
@@ -190,6 +204,7 @@ class OpInfo:
         "rule",
         "special",
         "synchronizes",
+        "takes_meta",
         "writes",
     )
 
@@ -243,6 +258,14 @@ class OpInfo:
         self.special = SPECIALS.get(self.name)
         if self.special is None:
             self.special = self._substitute(packet)
+        self.is_view = func.is_view or self.name == "aten::_unsafe_view"
+        self.takes_meta = self.is_view or (
+            # Not for what the dispatcher does not have, such as `prim::layout`: an error would end the process there.
+            self.special is None
+            and any(_has_kernel(self.name, key) for key in ("Meta", "CompositeExplicitAutograd"))
+            and packet not in _LOOK_AT_DEVICES
+            and not _depends_on_values(func)
+        )
 
     def _substitute(self, packet: str) -> Special | None:
         """Choose the handler of an op that the worker would not take as it is."""

@@ -177,7 +177,10 @@ def learn(
 
     The short way, for arguments that the fast path has taken: tensors, numbers, lists of them, constants.
     """
-    if info.asks_cuda_for_shape and device.row["type"] == "cuda":
+    kind = device.row["type"]
+    if (info.asks_cuda_for_shape and kind == "cuda") or (
+        info.asks_worker_for_halves and kind != "cpu" and any(getattr(a, "dtype", None) in _HALVES for a in args)
+    ):
         return None
     looks: list[Any] = []
     templates: list[object] = []

@@ -43,9 +43,47 @@ def _fraction_in_place(target: Meta, other: object, *, rounding_mode: object = N
     return _target_if(alike and target.dtype in FLOATS and keeps_target(target, other))
 
 
+_COUNTED = FLOATS | INTEGERS | {torch.bool}
+
+
 @rule("logical_not_")
 def _logical_not(target: Meta) -> RuleResult:
-    return _target_if((target.dtype in FLOATS or target.dtype in INTEGERS) and keeps_target(target))
+    return _target_if(target.dtype in _COUNTED and keeps_target(target))
+
+
+@rule(
+    " ".join(
+        f"{name}_.{kind}" for name in ("bitwise_and", "bitwise_or", "bitwise_xor") for kind in ("Tensor", "Scalar")
+    )
+)
+def _bitwise(target: Meta, other: object) -> RuleResult:
+    exact = target.dtype is torch.bool or target.dtype in INTEGERS
+    alike = (
+        other.dtype is target.dtype
+        if type(other) is Meta
+        else type(other) is bool or (type(other) is int and target.dtype is not torch.bool)
+    )
+    return _target_if(exact and alike and keeps_target(target, other))
+
+
+@rule("cumsum_ cumprod_")
+def _cumulate(target: Meta, dim: int, *, dtype: object = None) -> RuleResult:
+    rank = len(target.size)
+    fits = type(dim) is int and -rank <= dim < rank and 0 not in target.size and dtype is None
+    return _target_if(fits and target.dtype in FLOATS and keeps_target(target))
+
+
+@rule("masked_scatter_")
+def _masked_scatter(target: Meta, mask: Meta, source: Meta) -> RuleResult:
+    fits = mask.plain and source.plain and mask.dtype is torch.bool and mask.size == target.size
+    return _target_if(fits and source.dtype is target.dtype and target.dtype in _COUNTED and keeps_target(target))
+
+
+@rule("addmm_")
+def _addmm(target: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
+    fits = len(a.size) == len(b.size) == 2 and a.plain and b.plain and a.size[1] == b.size[0]
+    fits = fits and target.size == (a.size[0], b.size[1]) and a.dtype is b.dtype is target.dtype
+    return _target_if(fits and target.dtype in FLOATS and keeps_target(target))
 
 
 @rule("logical_and_ logical_or_ logical_xor_")
@@ -91,8 +129,9 @@ def _masked_fill(target: Meta, mask: object, value: object) -> RuleResult:
     if type(value) is Meta:
         fits = fits and value.size == () and value.plain and value.dtype is target.dtype
     else:
-        fits = fits and type(value) in ((int, float, bool) if target.dtype in FLOATS else (int,))
-    return _target_if(fits and (target.dtype in FLOATS or target.dtype in INTEGERS))
+        kinds = (int, float, bool) if target.dtype in FLOATS else (bool,) if target.dtype is torch.bool else (int,)
+        fits = fits and type(value) in kinds
+    return _target_if(fits and target.dtype in _COUNTED)
 
 
 @rule(_FLOAT_UNARY)

@@ -12,7 +12,6 @@ import torch
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import broadcast_sizes, elementwise, preserved_stride
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RULES, RuleResult, in_format, row_major, rule
-from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 _DTYPES_OF_NUMBERS: dict[type, torch.dtype | None] = {float: None, int: torch.int64, bool: torch.bool}
 _EXACT = frozenset({torch.float32, torch.float64})
@@ -64,17 +63,41 @@ def _matmul(a: Meta, b: Meta) -> RuleResult:
     return _fresh_result((*batch, *a.size[-2:-1], *(b.size[-1:] if other > 1 else ())), a.dtype)
 
 
+@rule("mv")
+def _mv(a: Meta, b: Meta) -> RuleResult:
+    fits = len(a.size) == 2 and len(b.size) == 1 and a.size[1] == b.size[0] and a.dtype is b.dtype
+    return [(plain_meta(a.size[:1], a.dtype), None)] if fits and a.plain and b.plain and a.dtype in FLOATS else None
+
+
+@rule("dot vdot")
+def _dot(a: Meta, b: Meta) -> RuleResult:
+    fits = len(a.size) == len(b.size) == 1 and a.size == b.size and a.dtype is b.dtype and a.plain and b.plain
+    return [(plain_meta((), a.dtype), None)] if fits and a.dtype in FLOATS else None
+
+
 # --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def statistics_dtype(x: Meta, parts: Sequence[Meta]) -> torch.dtype | None:
+    """The dtype of what the CPU's norms note of their input; None where its dtype and that of the weights do not fit.
+
+    Other devices note float32 for tensors of half precision, and are asked.
+    """
+    kinds = {part.dtype for part in parts} or {x.dtype}
+    fits = x.dtype in FLOATS and (kinds == {x.dtype} or (kinds == {torch.float32} and x.dtype not in _EXACT))
+    return kinds.pop() if fits else None
 
 
 @rule("native_layer_norm")
 def _layer_norm(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta | None, eps: float) -> RuleResult:
     rank = len(x.size) - len(shape)
     parts = [t for t in (weight, bias) if t is not None]
-    fits = _is_float(x) and x.dtype in _EXACT and rank >= 0 and x.size[rank:] == tuple(shape) and len(shape) > 0
-    if not fits or any(t.size != tuple(shape) or t.dtype is not x.dtype or not row_major(t) for t in parts):
+    dtype = statistics_dtype(x, parts) if _is_float(x) else None
+    if dtype is None or rank < 0 or x.size[rank:] != tuple(shape) or not shape:
         return None
-    sums = plain_meta((*x.size[:rank], *[1] * len(shape)), x.dtype)
+    if any(t.size != tuple(shape) or not row_major(t) for t in parts):
+        return None
+    sums = plain_meta((*x.size[:rank], *[1] * len(shape)), dtype)
     return [(plain_meta(x.size, x.dtype), None), (sums, None), (sums, None)]
 
 
@@ -103,32 +126,13 @@ def _index_select(x: Meta, dim: int, index: Meta) -> RuleResult:
     return _fresh_result((*x.size[:dim], index.size[0], *x.size[dim + 1 :]), x.dtype)
 
 
-@rule("stack")
-def _stack(parts: list[Meta], dim: int = 0) -> RuleResult:
-    """As the kernel does: the parts are joined, and the result is viewed with a dimension more; only for a new last
-    dimension each part gets one before.
-    """
-    if not parts or not _are_floats(*parts) or any(part.size != parts[0].size for part in parts):
-        return None
-    size, rank = parts[0].size, len(parts[0].size) + 1
-    if not -rank <= dim < rank:
-        return None
-    dim %= rank
-    if dim == rank - 1:
-        joined = [plain_meta((*part.size, 1), part.dtype, (*part.stride, 1)) for part in parts]
-    else:
-        joined = parts
-    if all(suggests_channels_last(part.size, part.stride) for part in joined):
-        return None
-    return _fresh_result((*size[:dim], len(parts), *size[dim:]), parts[0].dtype)
-
-
 @rule("argmax argmin")
 def _argmax(x: Meta, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     rank = len(x.size)
-    if dim is None and _is_float(x):
+    counts = _is_float(x) or (x.plain and x.dtype in INTEGERS and 0 not in x.size)
+    if dim is None and counts:
         return _fresh_result((1,) * rank if keepdim else (), torch.int64)
-    if not (_is_float(x) and type(dim) is int and rank and -rank <= dim < rank):
+    if not (counts and type(dim) is int and rank and -rank <= dim < rank):
         return None
     dim %= rank
     return _fresh_result((*x.size[:dim], *[1] * keepdim, *x.size[dim + 1 :]), torch.int64)
@@ -136,8 +140,13 @@ def _argmax(x: Meta, dim: int | None = None, keepdim: bool = False) -> RuleResul
 
 @rule("cumsum cumprod")
 def _cumulate(x: Meta, dim: int, *, dtype: torch.dtype | None = None) -> RuleResult:
-    rank = len(x.size)
-    return _fresh_result(x.size, x.dtype) if _is_float(x) and rank and -rank <= dim < rank and dtype is None else None
+    """Integers and masks are added up in 64 bits, where nothing else is asked for."""
+    rank, counts = len(x.size), x.dtype in INTEGERS or x.dtype is torch.bool
+    if not x.plain or 0 in x.size or not rank or not -rank <= dim < rank or not (counts or x.dtype in FLOATS):
+        return None
+    if dtype is not None and dtype not in FLOATS and dtype not in INTEGERS:
+        return None
+    return _fresh_result(x.size, dtype or (torch.int64 if counts else x.dtype))
 
 
 @rule("tril triu")
@@ -145,9 +154,15 @@ def _triangle(x: Meta, diagonal: int = 0) -> RuleResult:
     return _fresh_result(x.size, x.dtype) if x.plain and len(x.size) >= 2 and 0 not in x.size else None
 
 
-@rule("bitwise_not logical_not")
+@rule("bitwise_not")
 def _inversion(x: Meta) -> RuleResult:
-    found = elementwise([x]) if x.dtype is torch.bool else None
+    found = elementwise([x]) if x.dtype is torch.bool or x.dtype in INTEGERS else None
+    return None if found is None else [(plain_meta(found[0], x.dtype, found[1]), None)]
+
+
+@rule("logical_not")
+def _negation(x: Meta) -> RuleResult:
+    found = elementwise([x]) if x.dtype is torch.bool or x.dtype in INTEGERS or x.dtype in FLOATS else None
     return None if found is None else [(plain_meta(found[0], torch.bool, found[1]), None)]
 
 
@@ -266,7 +281,18 @@ def _filled_like(
 
 @rule("full_like")
 def _full_like(x: Meta, value: object, **options: object) -> RuleResult:
-    return _filled_like(x, **options) if type(value) in (int, float) else None
+    return _filled_like(x, **options) if type(value) in (int, float, bool) else None
 
 
-__all__ = ["RULES"]
+@rule("randint_like randint_like.low_dtype")
+def _randint_like(x: Meta, *bounds: object, **options: object) -> RuleResult:
+    fits = x.dtype in FLOATS and all(type(n) is int and 0 <= n < 1 << 8 for n in bounds) and sorted(bounds) == [*bounds]  # type: ignore[type-var]
+    return _filled_like(x, **options) if fits and bounds[-1] != 0 and len(set(bounds)) == len(bounds) else None
+
+
+@rule("hann_window bartlett_window hamming_window blackman_window")
+def _window(length: int, **options: object) -> RuleResult:
+    return _fill((length,), **options) if options.get("dtype") is None or options["dtype"] in FLOATS else None
+
+
+__all__ = ["RULES", "statistics_dtype"]

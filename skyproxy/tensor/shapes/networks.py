@@ -17,9 +17,10 @@ from skyproxy.tensor.shapes.elementwise import (
     preserved_stride,
     result_dtype,
 )
+from skyproxy.tensor.shapes.joins import RULES
 from skyproxy.tensor.shapes.kernel_strides import in_kernel_order
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, preserved, rule
-from skyproxy.tensor.shapes.selections import RULES, are_row_major, fresh, plain, suggests_row_major
+from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain, suggests_row_major
 
 FULL_PRECISION = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
@@ -161,10 +162,11 @@ def _one_hot(classes: Meta, count: int = -1) -> RuleResult:
 
 @rule("clamp clamp_min clamp_max")
 def _clamp(x: Meta, *bounds: object) -> RuleResult:
-    kinds = (int, float) if x.dtype in FLOATS else (int,)
-    fits = (x.dtype in FLOATS or x.dtype in INTEGERS) and all(n is None or type(n) in kinds for n in bounds)
-    found = elementwise((x,)) if fits and any(n is not None for n in bounds) else None
-    return None if found is None else [(plain_meta(found[0], x.dtype, found[1]), None)]
+    fits = (x.dtype in FLOATS or x.dtype in INTEGERS) and all(n is None or type(n) in (int, float) for n in bounds)
+    given = [n for n in bounds if n is not None]
+    dtype = result_dtype((x, *given)) if fits else None
+    found = elementwise((x,), dtype) if given and dtype is not None else None
+    return None if found is None or dtype is None else [(plain_meta(found[0], dtype, found[1]), None)]
 
 
 @rule("clamp.Tensor")
@@ -188,7 +190,8 @@ def _softmax_backward(gradient: Meta, output: Meta, dim: int, dtype: torch.dtype
 
 @rule("mse_loss smooth_l1_loss huber_loss")
 def _loss(x: Meta, target: Meta, reduction: int = 1, *numbers: object) -> RuleResult:
-    if not (whole_floats(x, target) and x.size == target.size and reduction in (0, 1, 2)):
+    fits = plain(x, target) and x.dtype in FLOATS and x.dtype is target.dtype and x.size == target.size
+    if not fits or reduction not in (0, 1, 2) or (reduction == 0 and not whole_floats(x, target)):
         return None
     return [fresh((), x.dtype) if reduction else fresh(x.size, x.dtype)]
 
@@ -215,6 +218,31 @@ def _nll_backward(gradient: Meta, x: Meta, target: Meta, *rest: object) -> RuleR
         whole_floats(gradient, x) and are_row_major(target) and len(x.size) == 2 and gradient.size in ((), x.size[:1])
     )
     return [fresh(x.size, x.dtype)] if fits and target.size == x.size[:1] else None
+
+
+@rule("_ctc_loss")
+def _ctc_loss(
+    chances: Meta,
+    targets: Meta,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> RuleResult:
+    """The paths that derivatives need are as many as the longest target has gaps and labels."""
+    fits = plain(chances) and targets.plain and chances.dtype in FULL_PRECISION and len(chances.size) == 3
+    lengths = (*input_lengths, *target_lengths)
+    if not fits or not all(type(n) is int and n >= 0 for n in lengths):
+        return None
+    time, batch, labels = chances.size
+    fits = len(input_lengths) == len(target_lengths) == batch and max(input_lengths) <= time and 0 <= blank < labels
+    if not fits or targets.dtype not in (torch.int64, torch.int32):
+        return None
+    longest = max(target_lengths)
+    whole = len(targets.size) == 2 and targets.size[0] == batch and targets.size[1] >= longest
+    if not whole and targets.size != (sum(target_lengths),):
+        return None
+    return [fresh((batch,), chances.dtype), fresh((batch, time, 2 * longest + 1), chances.dtype)]
 
 
 @rule("binary_cross_entropy")
@@ -275,6 +303,12 @@ def _group_norm(
         return None
     sums = fresh((n, groups), x.dtype)
     return [fresh(x.size, x.dtype), sums, sums]
+
+
+@rule("log_sigmoid_forward")
+def _log_sigmoid(x: Meta) -> RuleResult:
+    """Workers with CUDA are asked: what they note for derivatives is empty."""
+    return [fresh(x.size, x.dtype)] * 2 if plain(x) and x.dtype in FLOATS else None
 
 
 __all__ = ["RULES"]

@@ -25,7 +25,6 @@ from skyproxy.tensor.shapes.elementwise import (
     preserved_stride,
     result_dtype,
 )
-from skyproxy.tensor.shapes.strides import suggests_channels_last
 from skyproxy.tensor.shapes.views import VIEW_RULES
 from skyproxy.torch_codec import contiguous_stride
 
@@ -181,7 +180,7 @@ def _reversed_subtraction(a: object, b: object, alpha: object = 1) -> RuleResult
     return _subtraction(b, a, alpha)  # where formats differ, the first operand's counts
 
 
-@rule(_BITWISE)
+@rule(_BITWISE + " gcd lcm")
 def _bitwise(a: object, b: object) -> RuleResult:
     if not _has_tensor(a, b):
         return None
@@ -207,7 +206,11 @@ def _function_of_fractions(a: object, b: object) -> RuleResult:
 
 @rule("pow.Scalar")
 def _power_of_number(a: object, b: Meta) -> RuleResult:
-    return _function_of_fractions(a, b) if row_major(b) and 0 not in b.size else None
+    if not row_major(b) or 0 in b.size:
+        return None
+    if b.dtype in INTEGERS and type(a) is int:
+        return _result((a, b), b.dtype)
+    return _function_of_fractions(a, b)
 
 
 @rule("heaviside")
@@ -285,8 +288,12 @@ def _with_scalars(a: Meta, *scalars: object, **kwargs: object) -> RuleResult:
     numbers = [*scalars, *kwargs.values()]
     if type(a) is Meta and a.dtype is torch.bool and all(type(n) is bool for n in numbers):
         return _result((a,), torch.bool)  # fake tensors say that it is an integer
-    fits = type(a) is Meta and a.dtype in FLOATS and all(n is None or type(n) in (int, float) for n in numbers)
-    return _result((a,), a.dtype) if fits else None
+    if type(a) is not Meta or not all(n is None or type(n) in (int, float) for n in numbers):
+        return None
+    if a.dtype in INTEGERS:
+        dtype = torch.get_default_dtype() if float in map(type, numbers) else a.dtype
+        return _result((a,), dtype, dtype)
+    return _result((a,), a.dtype) if a.dtype in FLOATS else None
 
 
 @rule("where.self")
@@ -308,8 +315,11 @@ def _convert(a: object, dtype: torch.dtype) -> object:
 
 @rule("masked_fill.Scalar masked_fill.Tensor")
 def _masked_fill(a: Meta, mask: Meta, value: object) -> RuleResult:
-    fits = a.dtype in FLOATS and mask.dtype is torch.bool and type(value) in (int, float, Meta)
-    if not fits or (type(value) is Meta and (value.size != () or value.dtype is not a.dtype)):
+    kinds = (int, float, bool) if a.dtype in FLOATS else (bool,) if a.dtype is torch.bool else (int, bool)
+    fits = (a.dtype in FLOATS or a.dtype in INTEGERS or a.dtype is torch.bool) and mask.dtype is torch.bool
+    if not fits or (type(value) not in kinds and type(value) is not Meta):
+        return None
+    if type(value) is Meta and (value.size != () or value.dtype is not a.dtype):
         return None
     size = broadcast_sizes((a.size, mask.size)) if a.plain and mask.plain else None
     return None if size is None else [(plain_meta(size, a.dtype), None)]
@@ -354,31 +364,9 @@ def _baddbmm(bias: Meta, a: Meta, b: Meta, **kwargs: object) -> RuleResult:
 
 @rule("addmm")
 def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: object) -> RuleResult:
-    fits = len(bias.size) == 1 and len(b.size) == 2 and bias.size[0] in (1, b.size[1]) and bias.dtype is a.dtype
-    return _mm(a, b) if fits and bias.plain else None
-
-
-@rule("cat")
-def _cat(parts: list[Meta], dim: int = 0) -> RuleResult:
-    if not parts or not all(isinstance(part, Meta) and part.plain for part in parts):  # type: ignore[redundant-expr]
-        return None
-    first = parts[0]
-    rank = len(first.size)
-    if rank == 0 or not -rank <= dim < rank:
-        return None
-    dim %= rank
-    rest = first.size[:dim] + first.size[dim + 1 :]
-    alike = all(part.dtype is first.dtype for part in parts)
-    if not alike and any(part.dtype.is_complex for part in parts):
-        return None
-    dtype = first.dtype if alike else result_dtype(parts)
-    for part in parts:
-        same = len(part.size) == rank and 0 not in part.size
-        if not same or part.size[:dim] + part.size[dim + 1 :] != rest:
-            return None
-    size = (*first.size[:dim], sum(part.size[dim] for part in parts), *first.size[dim + 1 :])
-    channels_last = all(suggests_channels_last(part.size, part.stride) for part in parts)
-    return [(plain_meta(size, dtype, channels_last_stride(size) if channels_last else None), None)]
+    found = _mm(a, b) if bias.plain and bias.dtype is a.dtype else None
+    size = found[0][0].size if found else None  # type: ignore[union-attr]
+    return found if size is not None and broadcast_sizes((bias.size, size)) == size else None
 
 
 @rule("_softmax _log_softmax")
@@ -389,11 +377,20 @@ def _softmax(a: Meta, dim: int, half_to_float: bool) -> RuleResult:
 
 @rule("embedding")
 def _embedding(weight: Meta, indices: Meta, *rest: object) -> RuleResult:
-    fits = len(weight.size) == 2 and row_major(weight) and row_major(indices) and indices.dtype in INTEGERS
+    fits = len(weight.size) == 2 and weight.plain and indices.plain and indices.dtype in (torch.int64, torch.int32)
     return [(plain_meta((*indices.size, weight.size[1]), weight.dtype), None)] if fits else None
 
 
-@rule("mean.dim amax amin")
+@rule("amax amin")
+def _extreme(a: Meta, dim: Sequence[int] = (), keepdim: bool = False) -> RuleResult:
+    """Of every dtype, and of all dimensions where none is named."""
+    if not a.plain or a.dtype.is_complex:
+        return None
+    found = _reduction(plain_meta(a.size, torch.float32, a.stride, a.offset), list(dim) or range(len(a.size)), keepdim)
+    return [(plain_meta(found[0][0].size, a.dtype), None)] if found else None  # type: ignore[union-attr]
+
+
+@rule("mean.dim")
 def _reduction(
     a: Meta, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> RuleResult:
@@ -413,11 +410,11 @@ def _reduction(
 def _sum_of_lines(
     a: Meta, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> RuleResult:
-    """Integers and masks are counted in 64 bits."""
+    """Integers and masks are counted in 64 bits, where nothing else is asked for."""
     if a.dtype in INTEGERS or a.dtype is torch.bool:
-        counted = plain_meta(a.size, torch.float32, a.stride, a.offset) if a.plain and dtype is None else None
+        counted = plain_meta(a.size, torch.float32, a.stride, a.offset) if a.plain else None
         found = _reduction(counted, dim, keepdim) if counted is not None else None
-        return [(plain_meta(found[0][0].size, torch.int64), None)] if found else None  # type: ignore[union-attr]
+        return [(plain_meta(found[0][0].size, dtype or torch.int64), None)] if found else None  # type: ignore[union-attr]
     return _reduction(a, dim, keepdim, dtype=dtype)
 
 
@@ -459,7 +456,7 @@ def _arange(
         dtype = torch.get_default_dtype() if dtype is None else dtype
     else:
         return None
-    fits = dtype in FLOATS or dtype is torch.int64
+    fits = dtype in FLOATS or dtype in INTEGERS
     return [(plain_meta((count,), dtype), None)] if fits and count < 1 << 48 else None
 
 

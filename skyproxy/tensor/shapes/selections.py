@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import broadcast_sizes, channels_last_stride
+from skyproxy.tensor.shapes.elementwise import broadcast_sizes
 from skyproxy.tensor.shapes.in_place import RULES
 from skyproxy.tensor.shapes.kernel_strides import in_kernel_order, indexed_stride
 from skyproxy.tensor.shapes.rules import (
@@ -75,7 +75,7 @@ def _indexed_size(x: Meta, indices: Sequence[Meta | None]) -> Ints | None:
     given = [(at, index) for at, index in enumerate(indices) if index is not None]
     if not given or len(indices) > len(x.size):
         return None
-    if not all(are_row_major(index) and index.dtype is torch.int64 for _, index in given):
+    if not all(are_row_major(index) and index.dtype in (torch.int64, torch.int32) for _, index in given):
         return None
     size = broadcast_sizes([index.size for _, index in given])
     if size is None:
@@ -132,8 +132,8 @@ def _gather(x: Meta, dim: int, index: Meta, *, sparse_grad: bool = False) -> Rul
     return [fresh(index.size, x.dtype)] if _fits(x, dim, index) else None
 
 
-@rule("scatter.src scatter_add")
-def _scatter(x: Meta, dim: int, index: Meta, source: Meta) -> RuleResult:
+@rule("scatter.src scatter_add scatter_reduce.two")
+def _scatter(x: Meta, dim: int, index: Meta, source: Meta, *how: object, **options: object) -> RuleResult:
     fits = _fits(x, dim, index) and source.plain and source.dtype is x.dtype and len(source.size) == len(x.size)
     fits = fits and all(n <= m for n, m in zip(index.size, source.size, strict=True))
     return [fresh(x.size, x.dtype)] if fits else None
@@ -141,8 +141,41 @@ def _scatter(x: Meta, dim: int, index: Meta, source: Meta) -> RuleResult:
 
 @rule("scatter.value")
 def _scatter_number(x: Meta, dim: int, index: Meta, value: object) -> RuleResult:
-    fits = type(value) in (int, float) and x.dtype in FLOATS and _fits(x, dim, index)
-    return [fresh(x.size, x.dtype)] if fits else None
+    kinds = (int, float, bool) if x.dtype in FLOATS else (bool,) if x.dtype is torch.bool else (int, bool)
+    return [fresh(x.size, x.dtype)] if type(value) in kinds and _fits(x, dim, index) else None
+
+
+@rule("index_fill.int_Scalar")
+def _index_fill(x: Meta, dim: int, index: Meta, value: object) -> RuleResult:
+    kinds = (int, float, bool) if x.dtype in FLOATS else (bool,) if x.dtype is torch.bool else (int, bool)
+    fits = plain(x, index) and index.dtype is torch.int64 and len(index.size) == 1 and _axis(x, dim) is not None
+    look = preserved(x) if fits and type(value) in kinds else None
+    return None if look is None else [(look, None)]
+
+
+@rule("masked_scatter")
+def _masked_scatter(x: Meta, mask: Meta, source: Meta) -> RuleResult:
+    fits = are_row_major(x, mask) and source.plain and mask.dtype is torch.bool and source.dtype is x.dtype
+    return [fresh(x.size, x.dtype)] if fits and mask.size == x.size else None
+
+
+@rule("isin.Tensor_Tensor")
+def _isin(x: Meta, among: Meta, **options: object) -> RuleResult:
+    fits = are_row_major(x, among) and x.dtype is among.dtype and x.dtype is not torch.bool
+    return [fresh(x.size, torch.bool)] if fits else None
+
+
+@rule("searchsorted.Tensor")
+def _search(
+    sequence: Meta, values: Meta, *, out_int32: bool = False, right: bool = False, **rest: object
+) -> RuleResult:
+    fits = (
+        are_row_major(sequence, values) and sequence.dtype is values.dtype is not torch.bool and len(sequence.size) > 0
+    )
+    fits = fits and (len(sequence.size) == 1 or sequence.size[:-1] == values.size[:-1])
+    if not fits or any(option is not None for option in rest.values()):
+        return None
+    return [fresh(values.size, torch.int32 if out_int32 else torch.int64)]
 
 
 @rule("slice_backward select_backward")
@@ -164,6 +197,11 @@ def _embedding_backward(gradient: Meta, indices: Meta, count: int, *rest: object
 def _sort(x: Meta, dim: int = -1, descending: bool = False) -> RuleResult:
     look = preserved(x) if plain(x) and _axis(x, dim) is not None else None
     return None if look is None else [(look, None), (plain_meta(look.size, torch.int64, look.stride), None)]
+
+
+@rule("sort.stable")
+def _stable_sort(x: Meta, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> RuleResult:
+    return _sort(x, dim, descending)
 
 
 @rule("argsort")
@@ -204,54 +242,8 @@ def _repeat(x: Meta, repeats: Sequence[int]) -> RuleResult:
 
 
 def suggests_row_major(x: Meta) -> bool:
-    """Return whether PyTorch sees no channels-last format in a row-major tensor."""
-    return len(x.size) not in (4, 5) or x.stride[-1] < x.stride[1]
-
-
-def _padded_size(x: Meta, pad: Sequence[int]) -> Ints | None:
-    pairs = len(pad) // 2
-    if not plain(x) or not _integers(pad) or len(pad) % 2 or pairs > len(x.size):
-        return None
-    if min(pad, default=0) < 0 and max(pad) <= 0:  # only cut: a copy of a part, with that part's strides
-        return None
-    size = list(x.size)
-    for pair in range(pairs):
-        before, after = pad[2 * pair], pad[2 * pair + 1]
-        if before + size[-1 - pair] <= 0 or size[-1 - pair] + after <= 0 or size[-1 - pair] + before + after <= 0:
-            return None
-        size[-1 - pair] += before + after
-    return tuple(size)
-
-
-@rule("constant_pad_nd")
-def _pad(x: Meta, pad: Sequence[int], value: object = 0) -> RuleResult:
-    size = _padded_size(x, pad) if type(value) in (int, float) else None
-    if size is None:
-        return _cut(x, pad)
-    stride = channels_last_stride(size) if suggests_channels_last(x.size, x.stride) else None
-    return [(plain_meta(size, x.dtype, stride), None)]
-
-
-def _cut(x: Meta, pad: Sequence[int]) -> RuleResult:
-    """Where padding only cuts, as the gradient of padding does, a copy of the part that keeps its order of memory."""
-    if not plain(x) or not _integers(pad) or len(pad) % 2 or len(pad) // 2 > len(x.size) or max(pad, default=1) > 0:
-        return None
-    size = list(x.size)
-    for pair in range(len(pad) // 2):
-        size[-1 - pair] += pad[2 * pair] + pad[2 * pair + 1]
-    part = preserved(plain_meta(tuple(size), x.dtype, x.stride)) if min(size) > 0 else None
-    return None if part is None else [(part, None)]
-
-
-@rule("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d")
-def _mirror(x: Meta, pad: Sequence[int]) -> RuleResult:
-    plainly = are_row_major(x) and suggests_row_major(x) and _integers(pad) and min(pad, default=0) >= 0
-    size = _padded_size(x, pad) if plainly else None
-    pairs = len(pad) // 2
-    if size is None or x.dtype not in FLOATS or len(x.size) not in (pairs + 1, pairs + 2):
-        return None
-    fits = all(pad[2 * i + j] < x.size[-1 - i] for i in range(pairs) for j in (0, 1))
-    return [fresh(size, x.dtype)] if fits else None
+    """Return whether PyTorch sees no channels-last format in a tensor."""
+    return not suggests_channels_last(x.size, x.stride)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -354,12 +346,13 @@ def _multinomial(x: Meta, count: int, replacement: bool = False, **options: obje
 
 @rule("take")
 def _take(x: Meta, index: Meta) -> RuleResult:
-    return [fresh(index.size, x.dtype)] if are_row_major(x, index) and index.dtype is torch.int64 else None
+    fits = plain(x) and are_row_major(index) and index.dtype is torch.int64
+    return [fresh(index.size, x.dtype)] if fits else None
 
 
 @rule("max min")
 def _extreme_of_all(x: Meta) -> RuleResult:
-    return [fresh((), x.dtype)] if are_row_major(x) else None
+    return [fresh((), x.dtype)] if plain(x) else None
 
 
 @rule("median nanmedian")
@@ -375,13 +368,25 @@ def _truth(x: Meta, dim: Dims = None, keepdim: bool = False) -> RuleResult:
 
 @rule("prod.dim_int")
 def _product(x: Meta, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
-    size = _reduce(x, [dim], keepdim) if x.dtype in FLOATS and dtype is None else None
-    return None if size is None else [fresh(size, x.dtype)]
+    size = _reduce(x, [dim], keepdim) if dtype is None else None
+    return None if size is None else [fresh(size, x.dtype if x.dtype in FLOATS else torch.int64)]
 
 
 @rule("prod")
 def _product_of_all(x: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
-    return [fresh((), x.dtype)] if are_row_major(x) and x.dtype in FLOATS and dtype is None else None
+    return [fresh((), x.dtype if x.dtype in FLOATS else torch.int64)] if plain(x) and dtype is None else None
+
+
+@rule("trace")
+def _trace(x: Meta) -> RuleResult:
+    fits = plain(x) and len(x.size) == 2
+    return [fresh((), x.dtype if x.dtype in FLOATS else torch.int64)] if fits else None
+
+
+@rule("dist")
+def _distance(a: Meta, b: Meta, order: object = 2) -> RuleResult:
+    fits = plain(a, b) and a.dtype is b.dtype and a.dtype in FLOATS and broadcast_sizes((a.size, b.size)) is not None
+    return [fresh((), a.dtype)] if fits and type(order) in (int, float) else None
 
 
 @rule("var.correction std.correction")
@@ -480,18 +485,6 @@ def _index_add(x: Meta, dim: int, index: Meta, source: Meta, *, alpha: object = 
     if not fits or source.dtype is not x.dtype or type(alpha) is not int or at is None:
         return None
     return [fresh(x.size, x.dtype)] if source.size == (*x.size[:at], *index.size, *x.size[at + 1 :]) else None
-
-
-@rule("mv")
-def _mv(a: Meta, b: Meta) -> RuleResult:
-    fits = len(a.size) == 2 and len(b.size) == 1 and a.size[1] == b.size[0] and a.dtype is b.dtype
-    return [fresh(a.size[:1], a.dtype)] if fits and a.plain and b.plain and a.dtype in FLOATS else None
-
-
-@rule("dot vdot")
-def _dot(a: Meta, b: Meta) -> RuleResult:
-    fits = len(a.size) == len(b.size) == 1 and a.size == b.size and a.dtype is b.dtype and a.plain and b.plain
-    return [fresh((), a.dtype)] if fits and a.dtype in FLOATS else None
 
 
 __all__ = ["RULES", "are_row_major", "fresh", "plain", "suggests_row_major"]

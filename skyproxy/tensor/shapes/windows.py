@@ -82,14 +82,27 @@ def _avg_pool(
     return None if size is None else [_result_in_format(x, size, x.dtype)]
 
 
-@rule("_adaptive_avg_pool2d upsample_nearest2d")
-def _resampling(x: Meta, size: Sequence[int], *scales: object) -> RuleResult:
+@rule("_adaptive_avg_pool2d")
+def _adaptive_pool(x: Meta, size: Sequence[int]) -> RuleResult:
     area = _pair(size)
     fits = area is not None and whole_floats(x) and len(x.size) == 4 and suggests_row_major(x)
     return [fresh((*x.size[:2], *area), x.dtype)] if fits and area is not None and min(area) > 0 else None
 
 
-@rule("upsample_bilinear2d upsample_bicubic2d")
+@rule(
+    "upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
+    "_upsample_nearest_exact3d"
+)
+def _resampling(x: Meta, size: Sequence[int], *scales: object) -> RuleResult:
+    fits = plain(x) and x.dtype in FLOATS and len(x.size) == len(size) + 2
+    fits = fits and all(type(n) is int and n > 0 for n in size)
+    return [_result_in_format(x, (*x.size[:2], *size), x.dtype)] if fits else None
+
+
+@rule(
+    "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa"
+)
 def _interpolation(x: Meta, size: Sequence[int], aligned: object, *scales: object) -> RuleResult:
     return _resampling(x, size)
 
@@ -217,6 +230,25 @@ def _columns(
     area = [(n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], sides, steps, pads, gaps)]
     size = (x.size[0], x.size[1] * sides[0] * sides[1], area[0] * area[1])
     return [fresh(size, x.dtype)] if min(area) > 0 else None
+
+
+@rule("max_pool1d")
+def _max_pool_of_lines(
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil: bool = False,
+) -> RuleResult:
+    options = (kernel, stride or kernel, padding, dilation)
+    if ceil or not plain(x) or x.dtype not in FLOATS or len(x.size) not in (2, 3) or any(len(a) != 1 for a in options):
+        return None
+    (length,), (step,), (pad,), (gap,) = options
+    if length < 1 or step < 1 or gap < 1 or not 0 <= 2 * pad <= length:
+        return None
+    count = (x.size[-1] + 2 * pad - gap * (length - 1) - 1) // step + 1
+    return [fresh((*x.size[:-1], count), x.dtype)] if count > 0 else None
 
 
 __all__ = ["RULES", "convolution_size"]

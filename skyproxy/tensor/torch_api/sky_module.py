@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import types
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from skyproxy.session.backlog import Backlog
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice, index_in
-from skyproxy.tensor.core.generators import as_seed, bytes_of_state
+from skyproxy.tensor.core.generators import KeptRandomState, as_seed, bytes_of_state
 
 DeviceLike = torch.device | str | int | None
 
@@ -318,9 +319,20 @@ def initial_seed() -> int:
     return int(chosen.session.call("initial_seed", chosen.place))
 
 
+_ONLY_PUT_BACK = frozenset({"torch.random", "torch.utils.checkpoint"})
+"""Modules of PyTorch that take states of generators to put them back, and never look at them."""
+
+
 def get_rng_state(device: DeviceLike = "sky") -> torch.Tensor:
-    """The state of a device's generator, as a ByteTensor on the CPU."""
+    """The state of a device's generator, as a ByteTensor on the CPU; it waits.
+
+    Not for PyTorch's own checkpoints and `fork_rng`: they would wait for each block of a network, in every step. What
+    they get stays on the worker until they put it back.
+    """
     chosen = DEVICES.of(device)
+    captured = chosen.recorder is not chosen.session.recorder
+    if sys._getframe(1).f_globals.get("__name__") in _ONLY_PUT_BACK and not captured:
+        return KeptRandomState(chosen)  # type: ignore[return-value]
     state = chosen.session.call("random_state", chosen.place)
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
@@ -333,6 +345,9 @@ def get_rng_state_all() -> list[torch.Tensor]:
 def set_rng_state(new_state: torch.Tensor, device: DeviceLike = "sky") -> None:
     """Replaces the state of a device's generator."""
     chosen = DEVICES.of(device)
+    if isinstance(new_state, KeptRandomState):
+        new_state.restore(chosen)
+        return
     chosen.session.do("set_random_state", chosen.place, bytes_of_state(new_state))
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.common_methods_invocations import op_db
 
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.dispatch import inference
+from skyproxy.tensor.dispatch.binding import BoundCall
+from skyproxy.tensor.dispatch.op_info import info_of
 
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     name: lambda a, b, name=name: getattr(a, name)(b)
@@ -238,3 +242,85 @@ def test_blocks_that_are_numbers_do_not_change_the_dtype_of_a_diagonal(
     expected, found = torch.block_diag(block, number), torch.block_diag(block.to(sky1), number.to(sky1))
     assert found.dtype == expected.dtype == dtypes[0]
     assert torch.equal(found.cpu(), expected)
+
+
+_LAYOUTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda t: t,
+    lambda t: t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else t,
+    lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t[:1] if t.dim() else t,
+)
+
+
+def _each(change: Callable[[torch.Tensor], torch.Tensor], a: Any) -> Any:
+    if isinstance(a, torch.Tensor):
+        return change(a)
+    return [_each(change, item) for item in a] if isinstance(a, list | tuple) else a
+
+
+def _samples(part: int, parts: int) -> Iterator[tuple[Any, Any, list[Any], dict[str, Any]]]:
+    for op in op_db[part::parts]:
+        for dtype in (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64):
+            if dtype not in op.supported_dtypes("cpu"):
+                continue
+            for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 2):
+                for change in _LAYOUTS:
+                    with contextlib.suppress(RuntimeError):
+                        yield op, _each(change, sample.input), _each(change, list(sample.args)), sample.kwargs
+
+
+def _check_meta_tensors(part: int, parts: int, sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each call that comes to fake tensors inferred in both ways, and compare all that is known of the results."""
+    seen: set[object] = set()
+    wrong: list[str] = []
+    compared = 0
+
+    def both(call: BoundCall) -> inference.Entry | None:
+        nonlocal compared
+        by_fake = inference._run_without_values(call, "cpu")
+        key = tuple(call.key)
+        if call.info.takes_meta and not call.info.is_view and by_fake is not None and key not in seen:
+            seen.add(key)
+            by_meta = inference._run_without_values(call, "meta")
+            compared += by_meta is not None
+            if by_meta is not None and (by_meta.outputs, by_meta.changed) != (by_fake.outputs, by_fake.changed):
+                wrong.append(f"{call.info.name} {call.key[1:]}: {by_meta.outputs} is not {by_fake.outputs}")
+        return by_fake
+
+    monkeypatch.setattr(inference, "_infer_by_fake", both)
+    # Without rules, nearly every call comes there.
+    monkeypatch.setattr(inference, "_ask_rule", lambda call: None)
+    monkeypatch.setattr("skyproxy.tensor.dispatch.hot_path.learn", lambda *args: None)
+    monkeypatch.setattr(DEVICES.of(sky), "remember", lambda key, entry: None)
+    for op, value, args, kwargs in _samples(part, parts):
+        with contextlib.suppress(Exception):
+            place = lambda t: t.to(sky)
+            learns = op.supports_autograd and isinstance(value, torch.Tensor) and value.is_floating_point()
+            there = _each(place, value)
+            result = op(there.requires_grad_() if learns else there, *_each(place, args), **kwargs)
+            if learns and isinstance(result, torch.Tensor) and result.requires_grad:
+                result.sum().backward()
+    for _ in range(1000):  # each tells of one sample that was cut to what the worker refuses
+        with contextlib.suppress(Exception):
+            torch.sky.synchronize(sky)
+            break
+    assert not wrong, "\n".join(wrong[:20])
+    assert compared > 20
+
+
+@pytest.mark.parametrize("part", [5, 29])
+def test_meta_tensors_tell_what_fake_tensors_tell(part: int, sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_meta_tensors(part, 60, sky, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(8))
+def test_meta_tensors_tell_what_fake_tensors_tell_of_everything(
+    part: int, sky: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check_meta_tensors(part, 8, sky, monkeypatch)
+
+
+def test_a_call_whose_form_depends_on_values_takes_no_meta_tensors() -> None:
+    for op in (torch.ops.aten.nonzero.default, torch.ops.aten._unique2.default, torch.ops.aten.masked_select.default):
+        assert not info_of(op).takes_meta

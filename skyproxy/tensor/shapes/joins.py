@@ -1,0 +1,109 @@
+"""Shape rules for what puts tensors together or a border around one: their order of memory is read from all of them.
+
+See `shapes.rules`; this module completes its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride, result_dtype
+from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, preserved, rule
+from skyproxy.tensor.shapes.selections import RULES, plain
+from skyproxy.tensor.shapes.strides import reshaped_stride, suggests_channels_last
+
+
+def _join(parts: list[Meta], dim: int) -> Meta | None:
+    """Return what `cat` makes of parts; None where that takes more thought."""
+    if not parts or not all(type(part) is Meta and part.plain for part in parts):
+        return None
+    # What is empty and has one dimension goes with anything.
+    counted = [part for part in parts if part.size != (0,)]
+    if not counted:
+        return None
+    first = counted[0]
+    rank = len(first.size)
+    if rank == 0 or not -rank <= dim < rank:
+        return None
+    dim %= rank
+    alike = all(part.dtype is first.dtype for part in parts)
+    if not alike and any(part.dtype.is_complex for part in parts):
+        return None
+    rest = first.size[:dim] + first.size[dim + 1 :]
+    if any(len(part.size) != rank or part.size[:dim] + part.size[dim + 1 :] != rest for part in counted):
+        return None
+    size = (*first.size[:dim], sum(part.size[dim] for part in counted), *first.size[dim + 1 :])
+    if 0 in size:
+        return None
+    dtype = first.dtype if alike else result_dtype(parts)
+    in_format = all(suggests_channels_last(part.size, part.stride) for part in parts)
+    return plain_meta(size, dtype, channels_last_stride(size) if in_format else None)
+
+
+@rule("cat")
+def _cat(parts: list[Meta], dim: int = 0) -> RuleResult:
+    found = _join(parts, dim) if type(dim) is int else None
+    return None if found is None else [(found, None)]
+
+
+@rule("stack")
+def _stack(parts: list[Meta], dim: int = 0) -> RuleResult:
+    """Joined along a dimension that is there already, and viewed; or each with one more, where that is the last."""
+    if not parts or not all(type(part) is Meta and part.plain and part.size == parts[0].size for part in parts):
+        return None
+    size = parts[0].size
+    rank = len(size) + 1
+    if type(dim) is not int or not -rank <= dim < rank or 0 in size:
+        return None
+    dim %= rank
+    if dim == len(size):
+        deeper = [plain_meta((*part.size, 1), part.dtype, (*part.stride, 1), part.offset) for part in parts]
+        return _cat(deeper, dim)
+    found = _join(parts, dim)
+    if found is None:
+        return None
+    wanted = (*size[:dim], len(parts), *size[dim:])
+    stride = reshaped_stride(found.size, found.stride, wanted)
+    return None if stride is None else [(plain_meta(wanted, found.dtype, stride), None)]
+
+
+def _padded_size(x: Meta, pad: Sequence[int]) -> Ints | None:
+    pairs = len(pad) // 2
+    if not plain(x) or type(pad) not in (list, tuple) or len(pad) % 2 or pairs > len(x.size):
+        return None
+    if not all(type(n) is int for n in pad):
+        return None
+    size = list(x.size)
+    for pair in range(pairs):
+        before, after = pad[2 * pair], pad[2 * pair + 1]
+        if before + size[-1 - pair] <= 0 or size[-1 - pair] + after <= 0 or size[-1 - pair] + before + after <= 0:
+            return None
+        size[-1 - pair] += before + after
+    return tuple(size)
+
+
+@rule("constant_pad_nd")
+def _pad(x: Meta, pad: Sequence[int], value: object = 0) -> RuleResult:
+    size = _padded_size(x, pad)
+    if size is None or type(value) not in (int, float, bool):
+        return None
+    if max(pad, default=0) <= 0:  # only cut: a copy of a part, with that part's strides
+        look = preserved(plain_meta(size, x.dtype, x.stride))
+        return None if look is None else [(look, None)]
+    stride = channels_last_stride(size) if suggests_channels_last(x.size, x.stride) else None
+    return [(plain_meta(size, x.dtype, stride), None)]
+
+
+@rule("reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d")
+def _mirror(x: Meta, pad: Sequence[int]) -> RuleResult:
+    size = _padded_size(x, pad) if min(pad, default=0) >= 0 else None
+    pairs = len(pad) // 2
+    if size is None or x.dtype not in FLOATS or len(x.size) not in (pairs + 1, pairs + 2):
+        return None
+    fits = all(pad[2 * i + j] < x.size[-1 - i] for i in range(pairs) for j in (0, 1))
+    in_format = pairs > 1 and suggests_channels_last(x.size, x.stride)
+    return [(plain_meta(size, x.dtype, channels_last_stride(size) if in_format else None), None)] if fits else None
+
+
+__all__ = ["RULES"]
