@@ -19,7 +19,8 @@ from typing import Any
 
 from skyproxy.contexts import MAX_NAME_LENGTH, checked_name, installation_id, state_folder, write_private
 from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError, WorkerStartError
-from skyproxy.providers.ssh_connection import EnvironmentRemovedError, SshTarget, Tunnel, call
+from skyproxy.providers.ssh_connection import EnvironmentRemovedError, SshTarget, call
+from skyproxy.providers.ssh_tunnel import Tunnel
 from skyproxy.settings import SETTINGS
 
 DEFAULT_PYTHON = "python3"

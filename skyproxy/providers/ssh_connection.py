@@ -5,39 +5,28 @@ Keys, names and which hosts are trusted are as the user's own ssh has them; noth
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import json
-import logging
 import os
 import re
-import secrets
-import select
 import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError, WorkerStartError, visible_output
-from skyproxy.providers.bounded_output import read_to_end, run_bounded
+from skyproxy.providers.bounded_output import run_bounded
 
-logger = logging.getLogger("skyproxy")
-
-_CONNECT_SECONDS = 20
-_ANSWER_SECONDS = 180.0
+CONNECT_SECONDS = 20
+ANSWER_SECONDS = 180.0
 """Time that a host has for everything but installing, and what takes a time of its own on top."""
-_MOST_TOLD_BYTES = 1 << 16
-_LONGEST_LINE = 1 << 16
 _LONGEST_SOCKET_PATH = 80
 """About a hundred characters are allowed, and ssh itself adds seventeen while it makes the socket."""
-_READY = b"skyproxy-tunnel-is-open\n"
 _TARGET = re.compile(r"ssh://(?:([^@/:\s]+)@)?(\[[0-9A-Fa-f:.]+\]|[^@/:\s\[\]]+)(?::(\d{1,5}))?/?")
 _TOO_OLD = "skyproxy-python-too-old"
 # In one line: it passes the shell of the user there, whichever that is.
@@ -167,7 +156,7 @@ class SshTarget:
         command = [ssh, *(["-F", self.config] if self.config else [])]
         wanted = [
             "BatchMode=yes",
-            f"ConnectTimeout={_CONNECT_SECONDS}",
+            f"ConnectTimeout={CONNECT_SECONDS}",
             "ServerAliveInterval=15",
             "ServerAliveCountMax=4",
             "LogLevel=INFO",  # else its errors could not be told apart
@@ -230,7 +219,7 @@ def call(target: SshTarget, python: str, request: dict[str, object], payload: by
     limit: float | None = None
     if request["operation"] != "install":
         own = request.get("timeout_seconds", 0)
-        limit = _ANSWER_SECONDS + (own if isinstance(own, int | float) else 0)
+        limit = ANSWER_SECONDS + (own if isinstance(own, int | float) else 0)
     try:
         done = run_bounded(command, given + payload, limit)
     except subprocess.TimeoutExpired as error:
@@ -279,198 +268,3 @@ def failure(target: SshTarget, python: str, status: int, told: str) -> SkyproxyE
             f"there is no {python} {where}. Install Python 3.11 or newer, or name one: --python PATH"
         )
     return WorkerStartError(f"{python} {where} ended with {status}.\n{told[-2000:]}")
-
-
-class Tunnel:
-    """A port of this machine that leads to one of a host, for as long as this process lives or until `close`.
-
-    Where ssh ends, because the network or the host was away, it is started again and the port stays the same; so it is
-    where it hangs, which `check` finds out.
-
-    Attributes:
-        port: on this machine.
-    """
-
-    _ATTEMPTS = 5
-    _ECHO_SECONDS = 15.0
-    _FIRST_PAUSE_SECONDS = 0.5
-    _LONGEST_PAUSE_SECONDS = 15.0
-
-    def __init__(self, target: SshTarget, remote_port: int) -> None:
-        """Open the tunnel.
-
-        Raises:
-            ConnectError: the host cannot be reached.
-        """
-        from skyproxy.providers.local import free_port  # late: commands that open no tunnel do without
-
-        self._target = target
-        self._remote_port = remote_port
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._echoing = threading.Lock()
-        self._problem = ""
-        for attempt in range(self._ATTEMPTS):
-            self.port = free_port()
-            try:
-                self._process = self._open()
-                break
-            except ConnectError as error:
-                # Somebody else took the port in between.
-                if "forward" not in str(error) or attempt == self._ATTEMPTS - 1:
-                    raise
-        self._keeper = threading.Thread(target=self._keep, name="skyproxy-ssh-tunnel", daemon=True)
-        self._keeper.start()
-
-    @property
-    def url(self) -> str:
-        """The address of a worker at its other end."""
-        return f"ws://127.0.0.1:{self.port}"
-
-    def _open(self) -> subprocess.Popen[bytes]:
-        leads = f"127.0.0.1:{self.port}:127.0.0.1:{self._remote_port}"
-        # Not ExitOnForwardFailure: forwards of the user's configuration that another login has already are no failure.
-        options = ("-o", "ExitOnForwardFailure=no", "-L", leads)
-        # `cat` ends with its input, which is ours: no tunnel outlives this process, however that ends. The first `echo`
-        # ends the line of a greeting that has no end.
-        command = [*self._target.command(*options, shared=False), f"echo; echo {_READY.decode().strip()}; exec cat"]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in a terminal is meant for the program
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        watchdog = threading.Timer(_ANSWER_SECONDS, process.kill)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            while line := process.stdout.readline(_LONGEST_LINE):
-                if line == _READY:
-                    if not _is_refused(process, self.port):
-                        return process
-                    process.kill()  # it says that somebody else has the port
-                    told = f"port {self.port} cannot be forwarded: it is taken"
-                    break
-            else:
-                told = read_to_end(process.stderr, bytearray(), _MOST_TOLD_BYTES).decode(errors="replace")
-        except BaseException:
-            _end(process)
-            raise
-        finally:
-            watchdog.cancel()
-        _end(process)
-        error = failure(self._target, "sh", process.returncode, told)
-        raise error if isinstance(error, ConnectError) else ConnectError(str(error))
-
-    def check(self) -> None:
-        """Check that the tunnel is up: that the host sends back what it is sent. One that hangs is ended.
-
-        Raises:
-            ConnectError: ssh has ended and is not back yet, or did not answer in time; says why.
-        """
-        process = self._process
-        if process.poll() is None and self._echoes(process):
-            return
-        if process.poll() is None:
-            process.kill()  # also one that was stopped; its keeper sees the end
-            raise ConnectError(
-                f"the tunnel to {self._target.shown} did not answer for {self._ECHO_SECONDS:g} s and is opened again"
-            )
-        why = f": {self._problem}" if self._problem else ""
-        raise ConnectError(f"the tunnel to {self._target.shown} has ended and is opened again{why}")
-
-    def _echoes(self, process: subprocess.Popen[bytes]) -> bool:
-        """Return whether `cat` on the host sends back a line in time; True where that cannot be found out."""
-        if not hasattr(select, "poll"):  # Windows, whose pipes cannot be waited for
-            return True
-        deadline = time.monotonic() + self._ECHO_SECONDS
-        if not self._echoing.acquire(timeout=self._ECHO_SECONDS):
-            return process is not self._process  # another thread finds the same out
-        try:
-            if process is not self._process:
-                return True
-            assert process.stdin is not None
-            assert process.stdout is not None
-            line, came = b"%s\n" % secrets.token_hex(8).encode(), b""
-            os.write(process.stdin.fileno(), line)
-            waiting = select.poll()
-            waiting.register(process.stdout, select.POLLIN)
-            while line not in came:
-                if not waiting.poll(max(deadline - time.monotonic(), 0.0) * 1e3):
-                    return False
-                part = os.read(process.stdout.fileno(), 4096)
-                if not part:
-                    return False
-                came = came[-len(line) :] + part
-            return True
-        except (OSError, ValueError):  # it has ended meanwhile, and its pipes are closed
-            return False
-        finally:
-            self._echoing.release()
-
-    def _keep(self) -> None:
-        """Start ssh again whenever it ends."""
-        pause = self._FIRST_PAUSE_SECONDS
-        while True:
-            assert self._process.stderr is not None
-            read_to_end(self._process.stderr, bytearray(), _MOST_TOLD_BYTES)
-            with self._echoing:  # whose descriptors are not taken away from it
-                _end(self._process)
-            if self._closed.is_set():
-                return
-            logger.warning("skyproxy: the tunnel to %s has ended and is opened again", self._target.shown)
-            while not self._closed.wait(pause):
-                try:
-                    process = self._open()
-                except SkyproxyError as error:
-                    pause = min(pause * 2, self._LONGEST_PAUSE_SECONDS)
-                    if str(error) != self._problem:  # once for each reason: a host can be away for hours
-                        logger.warning("skyproxy: %s", error)
-                    self._problem = str(error)
-                    continue
-                pause = self._FIRST_PAUSE_SECONDS
-                with self._lock:
-                    self._process, self._problem = process, ""
-                    if not self._closed.is_set():
-                        break
-                _end(process)
-            if self._closed.is_set():
-                return
-
-    def close(self) -> None:
-        """End the tunnel; idempotent."""
-        with self._lock:
-            self._closed.set()
-            process = self._process
-        with contextlib.suppress(OSError):
-            process.terminate()
-        if threading.current_thread() is not self._keeper:
-            self._keeper.join(_CONNECT_SECONDS * 2)
-
-
-def _is_refused(process: subprocess.Popen[bytes], port: int) -> bool:
-    """Return whether ssh has said that it cannot listen on a port of ours; it says so before it logs in."""
-    assert process.stderr is not None
-    os.set_blocking(process.stderr.fileno(), False)
-    try:
-        told = process.stderr.read() or b""
-    finally:
-        os.set_blocking(process.stderr.fileno(), True)
-    return f"cannot listen to port: {port}".encode() in told
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()

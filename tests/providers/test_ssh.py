@@ -27,7 +27,8 @@ from skyproxy.errors import ConfigurationError, ConnectError, SkyproxyError, Wor
 from skyproxy.providers import ssh_connection, ssh_remote
 from skyproxy.providers.own_wheel import own_wheel
 from skyproxy.providers.ssh import SshWorker, find, list_workers, name_of, start
-from skyproxy.providers.ssh_connection import SshTarget, Tunnel, failure
+from skyproxy.providers.ssh_connection import SshTarget, failure
+from skyproxy.providers.ssh_tunnel import Tunnel
 from skyproxy.transport.worker_report import ask_worker
 
 SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))

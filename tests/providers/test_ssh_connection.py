@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from skyproxy.errors import ConnectError, WorkerStartError
-from skyproxy.providers import ssh_connection
+from skyproxy.providers import ssh_connection, ssh_tunnel
 from skyproxy.providers.ssh import SshWorker
-from skyproxy.providers.ssh_connection import SshTarget, Tunnel
+from skyproxy.providers.ssh_connection import SshTarget
+from skyproxy.providers.ssh_tunnel import Tunnel
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(os.name != "posix", reason="the shell is one of POSIX")]
 
@@ -64,7 +65,7 @@ def test_a_login_shell_that_refuses_says_so(shell: Callable[[str], None]) -> Non
 def test_a_login_shell_that_waits_for_something_is_given_up(
     shell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh_connection, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(ssh_connection, "ANSWER_SECONDS", 1.0)
     shell("echo 'Choose: 1) work 2) play'; exec sleep 1000")
     with pytest.raises(ConnectError, match=r"gives no answer within 1 s.*ssh gpu-box true"):
         ssh_connection.call(SshTarget("gpu-box"), sys.executable, ASKED)
@@ -116,6 +117,32 @@ def test_a_host_that_writes_without_end_takes_no_memory(shell: Callable[[str], N
         assert tracemalloc.get_traced_memory()[1] < 40 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_host_that_floods_the_errors_keeps_no_tunnel_from_being_opened(
+    shell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_tunnel, "ANSWER_SECONDS", 20.0)
+    shell('head -c 60000000 /dev/zero >&2; exec sh -c "$command"')
+    tracemalloc.start()
+    try:
+        tunnel = Tunnel(SshTarget("gpu-box"), 1)
+        tunnel.check()
+        tunnel.close()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_ssh_says_of_a_taken_port_is_seen_in_front_of_a_flood(
+    shell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_tunnel.Tunnel, "_ATTEMPTS", 1)
+    find = 'for port; do case "$port" in 127.0.0.1:*) port=${port#*:}; break;; esac; done'
+    told = 'echo "channel_setup_fwd: cannot listen to port: ${port%%:*}" >&2'
+    shell(f'{find}; {told}; yes "without an end" >&2 & sh -c "$command"; kill $!')
+    with pytest.raises(ConnectError, match="it is taken"):
+        Tunnel(SshTarget("gpu-box"), 1)
 
 
 def test_no_keys_of_an_agent_and_no_screen_are_lent_to_a_host(shell: Callable[[str], None]) -> None:

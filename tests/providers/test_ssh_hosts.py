@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from skyproxy.errors import ConnectError, WorkerStartError
-from skyproxy.providers import ssh_connection, ssh_remote
+from skyproxy.providers import ssh_connection, ssh_remote, ssh_tunnel
 from skyproxy.providers.ssh import SshWorker, find, list_workers, start
-from skyproxy.providers.ssh_connection import SshTarget, Tunnel, call
+from skyproxy.providers.ssh_connection import SshTarget, call
+from skyproxy.providers.ssh_tunnel import Tunnel
 from tests.providers.test_ssh import (
     KEYGEN,
     NEEDS,
@@ -132,7 +133,7 @@ def test_a_tunnel_to_a_shell_that_waits_for_something_is_given_up(
     path.write_text("#!/bin/sh\necho 'Choose: 1) work 2) play'\nexec sleep 1000\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
-    monkeypatch.setattr(ssh_connection, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(ssh_tunnel, "ANSWER_SECONDS", 1.0)
     with pytest.raises(ConnectError):
         Tunnel(host.target(), 1)
 

@@ -19,7 +19,8 @@ import skyproxy
 from skyproxy.contexts import write_private
 from skyproxy.errors import ConnectError
 from skyproxy.providers.ssh import SshWorker, find
-from skyproxy.providers.ssh_connection import Tunnel, call
+from skyproxy.providers.ssh_connection import call
+from skyproxy.providers.ssh_tunnel import Tunnel
 from tests.integration.programs import worker as started_worker
 from tests.providers.test_ssh import NEEDS, Host, host, python, real, run, state, until, up
 
