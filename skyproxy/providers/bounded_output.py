@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import threading
@@ -75,6 +76,40 @@ def run_bounded(
         for stream in (process.stdout, process.stderr):
             stream.close()
     return subprocess.CompletedProcess(command, status, bytes(output), bytes(problem))
+
+
+async def communicate_bounded(
+    process: asyncio.subprocess.Process, given: bytes | None = None, most: int = MOST_BYTES, *, beginning: bool = False
+) -> tuple[bytes, bytes]:
+    """Wait for a program as its `communicate` does, and keep the end of what it writes.
+
+    Args:
+        process: the program, with pipes.
+        given: its input.
+        most: bytes that are kept of each stream.
+        beginning: keep the beginning of the output instead.
+    """
+
+    async def read(stream: asyncio.StreamReader | None, *, beginning: bool) -> bytes:
+        kept = bytearray()
+        while stream is not None and (piece := await stream.read(_PIECE_BYTES)):
+            kept += piece
+            if len(kept) > most:
+                del kept[slice(most, None) if beginning else slice(None, -most)]
+        return bytes(kept)
+
+    async def give(stream: asyncio.StreamWriter | None) -> None:
+        if stream is not None:
+            with contextlib.suppress(OSError):  # it has ended, or reads no more
+                stream.write(given or b"")
+                await stream.drain()
+            stream.close()
+
+    output, problem, _ = await asyncio.gather(
+        read(process.stdout, beginning=beginning), read(process.stderr, beginning=False), give(process.stdin)
+    )
+    await process.wait()
+    return output, problem
 
 
 def _give(stream: IO[bytes], given: bytes) -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from skyproxy.errors import WorkerStartError
+from skyproxy.providers.bounded_output import communicate_bounded
 
 _SHOWN_LINES = 30
 _HIDDEN = ("PYTHONPATH", "PYTHONHOME")
@@ -40,7 +41,7 @@ async def run_command(
     except OSError as error:
         raise WorkerStartError(f"cannot {purpose}: {command[0]}: {error}") from error
     try:
-        output, problem = await process.communicate()
+        output, problem = await communicate_bounded(process)
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
+from skyproxy.providers.bounded_output import MOST_BYTES, communicate_bounded, run_bounded
 from skyproxy.providers.commands import run_command
 
 ENGINE_VARIABLE = "SKYPROXY_CONTAINER_ENGINE"
@@ -27,6 +28,7 @@ _LOOKS = ("container", "inspect", "logs", "port", "ps")
 _LOOK_SECONDS = 60.0
 _QUESTION_SECONDS = 5.0
 _MOST_READ_BYTES = 1 << 20
+_MOST_TAR_HEADER_BYTES = 1 << 16
 
 HOME_FOLDER = "/home/worker"
 CONFINEMENT = (
@@ -66,9 +68,7 @@ def is_running(executable: str, name: str) -> bool:
     """Tell whether a container runs; one that the engine says nothing of within some seconds does not."""
     command = [executable, "inspect", "--format", "{{.State.Running}}", name]
     try:
-        asked = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_QUESTION_SECONDS, check=False
-        )
+        asked = run_bounded(command, b"", _QUESTION_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return asked.stdout.strip() == b"true"
@@ -111,7 +111,10 @@ class ContainerEngine:
         """
         return (await self._run(*arguments, data=data, env=env)).decode(errors="replace")
 
-    async def _run(self, *arguments: str, data: bytes | None = None, env: Mapping[str, str] | None = None) -> bytes:
+    async def _run(
+        self, *arguments: str, data: bytes | None = None, env: Mapping[str, str] | None = None, beginning: int = 0
+    ) -> bytes:
+        """Run a command, and return the end of what it prints, or so many bytes of its beginning."""
         try:
             process = await asyncio.create_subprocess_exec(
                 self.executable,
@@ -125,7 +128,7 @@ class ContainerEngine:
             raise ConfigurationError(f"{self.executable} cannot be run: {error}") from error
         # Images are fetched, and containers have time to end; to look at something takes no time.
         seconds = _LOOK_SECONDS if arguments[0] in _LOOKS else _SECONDS
-        output, problem = await self._communicate(process, arguments[0], seconds, data)
+        output, problem = await self._communicate(process, arguments[0], seconds, data, beginning)
         if process.returncode:
             said = problem.decode(errors="replace").strip()
             hint = " Is its daemon running, and may you use it?" if "daemon" in said.lower() else ""
@@ -133,7 +136,12 @@ class ContainerEngine:
         return output
 
     async def _communicate(
-        self, process: asyncio.subprocess.Process, verb: str, seconds: float, data: bytes | None = None
+        self,
+        process: asyncio.subprocess.Process,
+        verb: str,
+        seconds: float,
+        data: bytes | None = None,
+        beginning: int = 0,
     ) -> tuple[bytes, bytes]:
         """Return what a command prints; it is killed when it takes too long, or nobody waits for it any more.
 
@@ -142,7 +150,8 @@ class ContainerEngine:
         """
         try:
             async with asyncio.timeout(seconds):
-                output, problem = await process.communicate(data)
+                most = beginning or MOST_BYTES
+                output, problem = await communicate_bounded(process, data, most, beginning=bool(beginning))
         except BaseException as error:
             if process.returncode is None:
                 process.kill()
@@ -155,7 +164,7 @@ class ContainerEngine:
             raise WorkerStartError(
                 f"{engine} {verb} has not answered for {seconds:g} s. Is the engine in order? See: {engine} info"
             ) from error
-        return output, problem or b""
+        return output, problem
 
     async def start(
         self,
@@ -196,7 +205,8 @@ class ContainerEngine:
     async def read(self, name: str, path: str) -> str | None:
         """Return what a file in a container says, whether that runs or not; None where there is none."""
         try:
-            content = await self._run("cp", f"{name}:{path}", "-")
+            # Of a file of any size, which what runs there may have made.
+            content = await self._run("cp", f"{name}:{path}", "-", beginning=_MOST_READ_BYTES + _MOST_TAR_HEADER_BYTES)
             with tarfile.open(fileobj=io.BytesIO(content)) as archive:
                 file = archive.extractfile(archive.next() or tarfile.TarInfo())
                 return file.read(_MOST_READ_BYTES).decode(errors="replace") if file is not None else None

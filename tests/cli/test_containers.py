@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import pytest
 from typer.testing import Result
 
 from skyproxy.contexts import Context, ContextStore
+from skyproxy.errors import WorkerStartError
 from skyproxy.providers import container_engine
-from skyproxy.providers.container_engine import CONFINEMENT
+from skyproxy.providers.commands import run_command
+from skyproxy.providers.container_engine import CONFINEMENT, ContainerEngine
 from tests.cli.test_suspending import Notebook, undisturbed
 from tests.integration.programs import wait_for
 
@@ -207,3 +211,36 @@ def test_an_engine_that_hangs_is_given_up_and_named(
     finally:
         for line in pids.read_text().splitlines():
             os.kill(int(line.split()[1]), signal.SIGKILL)
+
+
+def test_what_a_container_prints_takes_no_memory(tmp_path: Path) -> None:
+    flood = "head -c 100000000 /dev/zero"
+    script = f"""#!/bin/sh
+case "$1" in
+logs) {flood}; {flood} >&2; echo the end;;
+cp) truncate -s 100M {tmp_path}/file; tar cf - -C {tmp_path} file;;
+inspect) {flood}; echo true;;
+*) cat >/dev/null; {flood}; {flood} >&2; echo the end; exit "$STATUS";;
+esac
+"""
+    command = tmp_path / "docker"
+    command.write_text(script)
+    command.chmod(0o755)
+    engine = ContainerEngine(str(command))
+
+    async def use() -> None:
+        assert (await engine.logs("box")).endswith("the end")
+        assert await engine.read("box", "/file") == "\0" * (1 << 20)
+        assert (await engine.call("ps", data=b"x" * 1_000_000, env={"STATUS": "0"})).endswith("the end\n")
+        with pytest.raises(WorkerStartError):
+            await engine.call("start", env={"STATUS": "1"})
+        with pytest.raises(WorkerStartError):
+            await run_command([str(command), "start"], "start it", variables={"STATUS": "1"})
+
+    tracemalloc.start()
+    try:
+        asyncio.run(use())
+        assert not container_engine.is_running(str(command), "box")
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
