@@ -112,10 +112,10 @@ class AWS:
                 "AWS(package='skyproxy @ https://HOST/skyproxy-0.1.0-py3-none-any.whl'). Make the wheel in a checkout "
                 "with: python -m build --wheel"
             )
-        reaped = await asyncio.to_thread(reap, ec2)
+        store = ssm if self._instance_profile is not None else None
+        reaped = await asyncio.to_thread(reap, ec2, store)
         if reaped:
             report(Progress("provisioning", None, f"terminated {reaped} instance(s) left behind by programs that died"))
-        store = ssm if self._instance_profile is not None else None
         instances = Instances(ec2, spec, new_keys(), self._poll_seconds, self.reach, store)
         try:
             await instances.start(await asyncio.to_thread(self._request, ssm, spec, image, instances, report), report)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import hashlib
+import hmac
 import json
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from skyproxy.contexts import installation_id
+from skyproxy.contexts import installation_id, kept_text, state_folder
 from skyproxy.errors import ConfigurationError, WorkerStartError
 from skyproxy.providers.all_or_none import run_all_or_none
 from skyproxy.providers.aws_bootstrap import PORT, SERVER_NAME, Keys, secret_files
@@ -23,6 +26,9 @@ logger = logging.getLogger("skyproxy")
 
 _OWNER = "skyproxy:owner"
 _POOL = "skyproxy:pool"
+_PARAMETERS = "/skyproxy/"
+_PARAMETER_HOURS = 24
+"""More than any instance needs to fetch it."""
 _CONNECT_SECONDS = 5.0
 _MAX_PARAMETER_BYTES = 8192
 _LEFT = ("pending", "running", "stopping", "stopped")
@@ -75,7 +81,7 @@ class Instances:
     @property
     def parameter(self) -> str:
         """The name of SSM's parameter with the secrets of this launch."""
-        return f"/skyproxy/{self._name}"
+        return _PARAMETERS + self._name
 
     def store_secrets(self, env: dict[str, str]) -> None:
         """Store the secrets of this launch in SSM, where the instances fetch them.
@@ -90,11 +96,22 @@ class Instances:
                 f"AWS(instance_profile=...): the variables of the workers are {len(value)} bytes with token and "
                 f"key, and a parameter of SSM holds {_MAX_PARAMETER_BYTES}. Pass fewer in env=."
             )
-        tags = [{"Key": _POOL, "Value": self._spec.name}, {"Key": _OWNER, "Value": owner()}]
+        request = {
+            "Name": self.parameter,
+            "Value": value,
+            "Type": "SecureString",
+            "Tier": "Intelligent-Tiering",
+            "Tags": [{"Key": _POOL, "Value": self._spec.name}, {"Key": _OWNER, "Value": owner(self._name)}],
+        }
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=_PARAMETER_HOURS)
+        expiry = {"Type": "Expiration", "Version": "1.0", "Attributes": {"Timestamp": f"{end:%Y-%m-%dT%H:%M:%S.000Z}"}}
         try:
-            self._ssm.put_parameter(
-                Name=self.parameter, Value=value, Type="SecureString", Tier="Intelligent-Tiering", Tags=tags
-            )
+            try:
+                # A program that is killed takes nothing away.
+                self._ssm.put_parameter(**request, Policies=json.dumps([expiry]))
+            except Exception as error:
+                logger.info("skyproxy: a parameter of SSM that ends by itself is not to be had: %s", error)
+                self._ssm.put_parameter(**request)
         except Exception as error:
             raise WorkerStartError(f"SSM does not accept the parameter {self.parameter}: {error}") from error
         self._stored = True
@@ -112,7 +129,7 @@ class Instances:
         tags = [
             {"Key": "Name", "Value": self._name},
             {"Key": _POOL, "Value": self._spec.name},
-            {"Key": _OWNER, "Value": owner()},
+            {"Key": _OWNER, "Value": owner(self._name)},
         ]
         allow_from = request.pop("AllowFrom")
         place: dict[str, str] = {}
@@ -234,9 +251,23 @@ def _take_away(ec2: Any, instances: list[str], group: str | None) -> None:
         logger.warning("skyproxy: the security group %s was left behind: %s", group, error)
 
 
-def owner() -> str:
-    """Return a name of this program that no other ever had or will have."""
-    return f"{_machine()}/{os.getpid()}/{identity_of(os.getpid())}"
+def owner(launch: str) -> str:
+    """Return the mark of what this program makes for a launch: who it is, as no other program ever was or will be, and
+    a proof that it is for that launch alone.
+
+    Whoever may write tags could name us as the owner of anything. But nobody can change the names of security groups
+    and parameters, which are those of their launch; and none of them fits a proof that was copied from somewhere else.
+
+    Args:
+        launch: its name.
+    """
+    program = f"{_machine()}/{os.getpid()}/{identity_of(os.getpid())}"
+    return f"{program}/{_proof(program, launch)}"
+
+
+def _proof(program: str, launch: str) -> str:
+    key = kept_text(state_folder() / "launch-key", lambda: secrets.token_hex(32)).strip()
+    return hmac.new(key.encode(), f"{program}\n{launch}".encode(), hashlib.sha256).hexdigest()[:32]
 
 
 def _machine() -> str:
@@ -244,33 +275,59 @@ def _machine() -> str:
     return f"{socket.gethostname()}:{installation_id()}"
 
 
-def reap(ec2: Any) -> int:
-    """Ends the instances whose program, one of this machine, no longer lives.
+def reap(ec2: Any, ssm: Any = None) -> int:
+    """End what a program of this machine left behind that no longer lives: instances, security groups and parameters.
+
+    Args:
+        ec2: client of EC2.
+        ssm: client of SSM; None where no parameter is looked for.
 
     Returns:
-        How many there were.
+        How many instances there were.
     """
     filters = [{"Name": "tag-key", "Values": [_OWNER]}, {"Name": "instance-state-name", "Values": list(_LEFT)}]
     answer = ec2.describe_instances(Filters=filters)
-    orphans: list[str] = []
-    for row in (row for group in answer["Reservations"] for row in group["Instances"]):
-        tags = {tag["Key"]: tag["Value"] for tag in row.get("Tags", ())}
-        if _is_orphan(tags[_OWNER]):
-            orphans.append(row["InstanceId"])
+    orphans = [
+        row["InstanceId"]
+        for reservation in answer["Reservations"]
+        for row in reservation["Instances"]
+        if _is_orphan(row.get("Tags"), [group["GroupName"] for group in row.get("SecurityGroups", ())])
+    ]
     if orphans:
         logger.warning("skyproxy: terminating instances that were left behind: %s", ", ".join(orphans))
         ec2.terminate_instances(InstanceIds=orphans)
     groups = ec2.describe_security_groups(Filters=[{"Name": "tag-key", "Values": [_OWNER]}])["SecurityGroups"]
     for group in groups:
-        tags = {tag["Key"]: tag["Value"] for tag in group.get("Tags", ())}
-        if _is_orphan(tags[_OWNER]):
+        if _is_orphan(group.get("Tags"), [group["GroupName"]]):
             # Its instances may still be ending; then the next launch succeeds.
             with contextlib.suppress(Exception):
                 ec2.delete_security_group(GroupId=group["GroupId"])
+    if ssm is not None:
+        try:
+            _reap_parameters(ssm)
+        except Exception as error:
+            logger.info("skyproxy: parameters of SSM that were left behind cannot be looked for: %s", error)
     return len(orphans)
 
 
-def _is_orphan(text: str) -> bool:
-    host, _, rest = text.partition("/")
+def _reap_parameters(ssm: Any) -> None:
+    wanted = [{"Key": "Name", "Option": "BeginsWith", "Values": [_PARAMETERS]}]
+    for page in ssm.get_paginator("describe_parameters").paginate(ParameterFilters=wanted):
+        for row in page["Parameters"]:
+            name = row["Name"]
+            tags = ssm.list_tags_for_resource(ResourceType="Parameter", ResourceId=name)["TagList"]
+            if _is_orphan(tags, [name.removeprefix(_PARAMETERS)]):
+                logger.warning("skyproxy: deleting the SSM parameter that was left behind: %s", name)
+                ssm.delete_parameter(Name=name)
+
+
+def _is_orphan(tags: Iterable[Mapping[str, str]] | None, launches: Iterable[str]) -> bool:
+    """Return whether something was made for one of these launches by a program of this machine that has ended."""
+    text = next((tag["Value"] for tag in tags or () if tag["Key"] == _OWNER), "")
+    program, _, proof = text.rpartition("/")
+    host, _, rest = program.partition("/")
     process, _, identity = rest.partition("/")
-    return host == _machine() and process.isdigit() and not is_alive(int(process), identity)
+    if host != _machine() or not process.isascii() or not process.isdigit():
+        return False
+    is_ours = any(hmac.compare_digest(proof.encode(), _proof(program, launch).encode()) for launch in launches)
+    return is_ours and not is_alive(int(process), identity)

@@ -29,9 +29,7 @@ from skyproxy.providers import aws as aws_module
 from skyproxy.providers.aws import AWS
 from skyproxy.providers.aws_bootstrap import SecretStore, new_keys, startup_script
 from skyproxy.providers.aws_catalogue import instance_type_for
-from skyproxy.providers.aws_instances import owner, reap
 from skyproxy.providers.local import free_port
-from skyproxy.providers.processes import identity_of
 from tests.integration.programs import wait_for
 
 boto3 = pytest.importorskip("boto3")
@@ -237,26 +235,6 @@ def test_what_ec2_refuses_is_told_and_leaves_nothing(url: str, ami: str, ec2: An
     with pytest.raises(WorkerStartError, match=r"EC2 does not provide 1 x no\.such"):
         sky.Compute(name="refused", provider=provider).start()
     assert groups(ec2) == []
-
-
-def test_what_a_dead_program_left_is_ended_and_nothing_else(
-    url: str, ami: str, ec2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    identity = identity_of(dead.pid)
-    machine = owner().partition("/")[0]
-    theirs = f"{machine}/{dead.pid}/{identity}"
-    # A colleague whose laptop has the same name, and a process number of ours that is free here.
-    namesake = f"{socket.gethostname()}:{'0' * 32}/{dead.pid}/{identity}"
-    known = {"left": theirs, "ours": owner(), "far": "another-host/1/x", "namesake": namesake}
-    for name, text in known.items():
-        tags = [{"Key": "skyproxy:pool", "Value": name}, {"Key": "skyproxy:owner", "Value": text}]
-        spec = [{"ResourceType": "instance", "Tags": tags}]
-        ec2.run_instances(ImageId=ami, MinCount=1, MaxCount=1, TagSpecifications=spec)
-    assert reap(ec2) == 0
-    dead.communicate(b"\n")
-    assert reap(ec2) == 1
-    assert [states(ec2, name) for name in known] == [["terminated"], ["running"], ["running"], ["running"]]
 
 
 def test_it_installs_no_package_by_a_name_that_anybody_could_take(
