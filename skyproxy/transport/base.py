@@ -70,7 +70,11 @@ class Transport(Protocol):
         return -1
 
     def post(self, message: Message) -> None:
-        """Leaves a short message, other than a batch, to be sent soon; never blocks. A broken connection drops it."""
+        """Leaves a short message, other than a batch, to be sent soon; never blocks. A broken connection drops it.
+
+        Raises:
+            ProtocolError: the peer does not read what it asks for.
+        """
 
     def repeat(self, message: Message) -> None:
         """Sends a message that an earlier connection of the session took note of already; never blocks."""

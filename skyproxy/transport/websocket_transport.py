@@ -28,6 +28,8 @@ _JOINED_BYTES = 32 << 10
 _MAX_PARTS = 64
 _KEPT_SCRATCH_BYTES = 4 << 20
 _WAITING_PONGS = 16
+_MOST_WAITING_FRAMES = 100_000
+"""Short messages that a peer has not read: some tens of MB, and more than any slow link makes wait."""
 _REASON_BYTES = 512
 _RETIRE_SECONDS = 0.5
 _CUT_SECONDS = 20.0
@@ -116,6 +118,8 @@ class WebSocketTransport(Transport):
     def post(self, message: Message) -> None:
         if self._closed or self._ended is not None or self._outbox.error is not None:
             return
+        if self._outbox.waiting_frames > _MOST_WAITING_FRAMES:
+            raise ProtocolError(f"The peer has not read {_MOST_WAITING_FRAMES} answers, and asks for more.")
         parts = framing.encode(message, self._settings.max_frame_bytes)
         self._connection.on_send(message)
         self._outbox.post(self._frame(parts))

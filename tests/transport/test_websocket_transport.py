@@ -26,6 +26,7 @@ from skyproxy.protocol.messages import (
     Hello,
     Message,
     Ping,
+    Pong,
     Reply,
     RequestId,
     Sequence,
@@ -33,6 +34,7 @@ from skyproxy.protocol.messages import (
 )
 from skyproxy.settings import Settings
 from skyproxy.transport import websocket_frames as ws
+from skyproxy.transport import websocket_transport
 from skyproxy.transport.masking import mask
 from skyproxy.transport.stream import PlainStream
 from skyproxy.transport.websocket_transport import WebSocketTransport
@@ -382,6 +384,18 @@ def test_a_flood_of_pings_does_not_fill_our_memory(make_pair) -> None:
     assert worker._outbox.waiting_frames < 100
     client.send(Batch(Sequence(1), []))
     assert worker.recv(5) == Batch(Sequence(1), [])
+
+
+def test_a_peer_that_asks_and_does_not_read_the_answers_does_not_fill_our_memory(
+    make_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket_transport, "_MOST_WAITING_FRAMES", 1000)
+    client, worker = make_pair(kind=BULK, buffer_bytes=8192)
+    with pytest.raises(ProtocolError, match="has not read 1000 answers"):
+        for number in range(100_000):
+            client.post(Pong(number))
+    assert client._outbox.waiting_frames <= 1001
+    assert worker.recv(5) == Pong(0)
 
 
 def messages_of(transport: WebSocketTransport, count: int) -> list[Message]:
