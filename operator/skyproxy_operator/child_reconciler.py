@@ -25,7 +25,16 @@ from skyproxy_operator.gangs import gang_of, is_served
 from skyproxy_operator.gangs import unavailable as gang_unavailable
 from skyproxy_operator.names import APPLIED, ISSUER, server_name, tls_secret, token_secret
 from skyproxy_operator.options import Options
-from skyproxy_operator.ownership import foreign, is_other_compute, is_ours, is_owned, issuer_of, leftover, may_use
+from skyproxy_operator.ownership import (
+    foreign,
+    is_other_compute,
+    is_ours,
+    is_owned,
+    issuer_of,
+    leftover,
+    may_use,
+    name_taken,
+)
 from skyproxy_operator.probing import ProbeCredentials
 from skyproxy_operator.queueing import KUEUE_GROUP, WORKLOAD, unavailable
 
@@ -122,8 +131,10 @@ class ChildReconciler:
             objects.append(children.headless_service(compute, spec))
         # Side by side: somebody waits for the first look, and none of these needs another.
         parts = [ChildStatus() for _ in range(2 + len(objects))]
+        # Where the installation limits whom workers reach, no worker runs without that limit.
+        needed = ("Service", "NetworkPolicy") if children.is_limited(self._options) else ("Service",)
         applied = (
-            self._apply(compute, item, part, blocks=item["kind"] == "Service")
+            self._apply(compute, item, part, blocks=item["kind"] in needed)
             for item, part in zip(objects, parts[2:], strict=True)
         )
         token, pair, *_ = await _all_of(
@@ -284,9 +295,7 @@ class ChildReconciler:
             if existing is not None and is_other_compute(compute, existing):
                 status.blocking = leftover(f"{wanted['kind']} {metadata['name']}")
             elif existing is not None and not is_ours(compute, existing):
-                what = f"{wanted['kind']} {metadata['name']}"
-                text = f"There is a {what} that skyproxy does not manage. Delete it, or use another name."
-                cause = Cause("NameTaken", text, actionable=True)
+                cause = name_taken(f"{wanted['kind']} {metadata['name']}")
                 status.refusals.append(cause)
                 if blocks:
                     status.blocking = cause
@@ -307,8 +316,9 @@ class ChildReconciler:
                     modes = ", ".join(wanted["spec"]["accessModes"])
                     text = f"Volume {volume.name} is {modes}, and cannot become {volume.access_mode}. Use another name."
                     status.refusals.append(Cause("VolumeImmutable", text, actionable=True))
-            # Blocks only as long as there is no claim at all: one that cannot grow still works.
-            await self._apply(compute, wanted, status, blocks=existing is None, existing=existing)
+            # A claim of ours that cannot grow still works; there may be no claim, or one of somebody else's data.
+            blocks = existing is None or not is_ours(compute, existing)
+            await self._apply(compute, wanted, status, blocks=blocks, existing=existing)
 
     async def _budget(self, compute: Object, spec: ComputeSpec, status: ChildStatus, *, protected: bool) -> None:
         """Makes the PodDisruptionBudget when it is needed for the first time; later it allows what it has to."""

@@ -92,6 +92,11 @@ def network_policy(compute: Object, spec: ComputeSpec, options: Options) -> Obje
     return _object(compute, "networking.k8s.io/v1", "NetworkPolicy", name) | {"spec": policy}
 
 
+def is_limited(options: Options) -> bool:
+    """Return whether an installation limits who reaches workers, or whom they reach."""
+    return options.ingress != "*" or options.egress != "*"
+
+
 def _peers(option: str, text: str, namespace: str) -> list[Object]:
     """Return the peers that an option names, as a NetworkPolicy has them."""
     return [

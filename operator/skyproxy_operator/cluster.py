@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from skyproxy.errors import visible
 from skyproxy.kubernetes.answers import parse
 from skyproxy.kubernetes.versions import check_version
 from skyproxy_operator.causes import Cause
@@ -29,6 +30,11 @@ logger = logging.getLogger("skyproxy.operator")
 
 _PAGE = 100
 """Objects of an answer: reading a much larger one would keep all else from its turn for some tenths of a second."""
+MAX_ANSWER_BYTES = 32 << 20
+"""Of an answer, and of one line of a watch. An object has a few MiB at most, and whoever makes many large ones must not
+take the memory in which all others are looked after: then there are fewer in an answer."""
+TOO_LONG = "TooLong"
+"""Reason of an error: an answer with more bytes."""
 UNORDERED = "Unordered"
 """Reason of an error: a version of which nothing can be said."""
 
@@ -61,7 +67,8 @@ class ApiError(Exception):
     """
 
     def __init__(self, what: str, status: int, reason: str, message: str) -> None:
-        super().__init__(f"{what}: {message}")
+        # It is logged, and has words of users and of webhooks.
+        super().__init__(visible(f"{what}: {message}").replace("\n", " "))
         self.what = what
         self.status = status
         self.reason = reason
@@ -97,6 +104,25 @@ def refusal(what: str, status: int, text: bytes) -> ApiError:
     answer = answer if isinstance(answer, dict) else {}
     message = str(answer.get("message") or f"HTTP {status}")
     return ApiError(what, status, str(answer.get("reason", "")), message)
+
+
+async def _read(what: str, response: Any) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        ApiError: it is too long.
+    """
+    text = bytearray()
+    async for piece in response.content.iter_any():
+        text += piece
+        if len(text) > MAX_ANSWER_BYTES:
+            response.close()  # else the rest of it would be read
+            raise _length_error(what)
+    return bytes(text)
+
+
+def _length_error(what: str) -> ApiError:
+    return ApiError(what, 0, TOO_LONG, f"the API server's answer has more than {MAX_ANSWER_BYTES} bytes")
 
 
 def _is_gone(error: ApiError) -> bool:
@@ -164,7 +190,7 @@ class ClusterConnection:
             async with asyncio.timeout(self._timeout_seconds):
                 response = await self._send(method, path, query, body, content_type, None)
                 try:
-                    text = await response.read()
+                    text = await _read(what, response)
                 finally:
                     response.release()
         except TimeoutError:
@@ -246,11 +272,22 @@ class ClusterConnection:
             ApiError: see `request`; 410: it took so long that the server has forgotten that version.
         """
         items: list[Object] = []
-        parameters = {**query, "limit": str(_PAGE)}
+        limit = _PAGE
+        parameters = {**query, "limit": str(limit)}
         while True:
-            answer = await self.request(
-                "GET", path_of(api_version, kind, namespace), what=f"list of {kind}", query=parameters
-            )
+            try:
+                answer = await self.request(
+                    "GET",
+                    path_of(api_version, kind, namespace),
+                    what=f"list of {kind}",
+                    query=parameters,
+                )
+            except ApiError as exc:
+                if exc.reason != TOO_LONG or limit == 1:
+                    raise
+                limit //= 4
+                parameters["limit"] = str(limit)
+                continue
             items += [{"apiVersion": api_version, "kind": kind, **item} for item in answer.get("items") or ()]
             metadata = answer["metadata"]
             if not metadata.get("continue"):
@@ -289,14 +326,18 @@ class ClusterConnection:
             try:
                 METRICS.requests.labels(method="WATCH", status=str(response.status)).inc()
                 if response.status != 200:
-                    raise refusal(what, response.status, await response.read())
+                    raise refusal(what, response.status, await _read(what, response))
                 has_opened = True
                 opened()
-                rest = b""
+                rest = bytearray()
                 async for piece in response.content.iter_any():
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        yield parse(line)
+                    rest += piece
+                    if b"\n" in piece:
+                        *lines, rest = rest.split(b"\n")
+                        for line in lines:
+                            yield parse(bytes(line))
+                    if len(rest) > MAX_ANSWER_BYTES:
+                        raise _length_error(what)
             finally:
                 response.close()
         except TimeoutError:

@@ -30,6 +30,9 @@ _RESERVED_PATHS = ("/dev/shm", "/tmp", "/var/run/skyproxy")
 _RESERVED_VOLUMES = ("home", "shm", "tls", "tmp", "token")
 SNAPSHOTS = "snapshots"
 """The name of the volume for snapshots of sessions."""
+_MAX_SPEC_CHARACTERS = 1 << 19
+"""Of JSON. An API server stores three times as much, and what the status says has to fit beside it."""
+_MAX_GRACE_SECONDS = 3600
 SNAPSHOTS_FOLDER = "/var/lib/skyproxy-snapshots"
 
 
@@ -267,6 +270,15 @@ class ComputeSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def problem_of(error: Exception) -> str:
+    """Return what is wrong with a spec of which nothing could be made, in words for whoever wrote it."""
+    if isinstance(error, ValueError):
+        return str(error)
+    if isinstance(error, RecursionError):
+        return "spec: something in it is nested too deeply"
+    return f"spec: something in it has another form than this operator expects ({type(error).__name__})"
+
+
 def problems(name: str, spec: SpecItem) -> Iterator[str]:
     """Everything that is wrong with a spec that the schema lets through, a line each."""
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
@@ -274,6 +286,9 @@ def problems(name: str, spec: SpecItem) -> Iterator[str]:
             f"metadata.name: {name!r} must begin with a lower-case letter, have only lower-case letters, digits "
             f"and '-', end with a letter or digit, and be no longer than {MAX_NAME} characters"
         )
+    size = len(json.dumps(spec, default=str))
+    if size > _MAX_SPEC_CHARACTERS:
+        yield f"spec: it has {size} characters of JSON, and may have {_MAX_SPEC_CHARACTERS}; use ConfigMaps and volumes"
     port, processes = spec.get("port", 8765), spec.get("procsPerNode", 1)
     if port + processes > 65536:
         yield f"spec.port: {port} + procsPerNode {processes} must not exceed 65536: process i listens on port + i"
@@ -294,6 +309,7 @@ def problems(name: str, spec: SpecItem) -> Iterator[str]:
     snapshots = spec.get("snapshots")
     if snapshots:
         yield from _problem("spec.snapshots.storage", quantity, snapshots["storage"])
+    yield from form_problems(spec.get("affinity"), "V1Affinity", "spec.affinity")
     yield from _template_problems(spec.get("podTemplate") or {})
 
 
@@ -345,8 +361,20 @@ def _template_problems(template: Mapping[str, object]) -> Iterator[str]:
     wrong = [key for key in ("metadata", "spec") if not isinstance(template.get(key, {}), Mapping | None)]
     for key in wrong:
         yield f"spec.podTemplate.{key}: it must be an object"
-    if template and not wrong:
-        yield from form_problems(template, "spec.podTemplate")
+    if wrong:
+        return
+    found = [
+        *form_problems(template.get("metadata"), "V1ObjectMeta", "spec.podTemplate.metadata"),
+        *form_problems(template.get("spec"), "V1PodSpec", "spec.podTemplate.spec"),
+    ]
+    yield from found
+    spec = template.get("spec")
+    grace = spec.get("terminationGracePeriodSeconds") if isinstance(spec, Mapping) else None
+    if isinstance(grace, int) and grace > _MAX_GRACE_SECONDS:
+        yield (
+            f"spec.podTemplate.spec.terminationGracePeriodSeconds: {grace} is more than {_MAX_GRACE_SECONDS}, and a "
+            "worker whose time is over could go on for that long"
+        )
 
 
 def _volume(item: VolumeItem, nodes: int) -> ComputeVolume:

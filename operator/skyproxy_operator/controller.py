@@ -9,7 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeGuard
+from operator import itemgetter
+from typing import Any
 
 from skyproxy_operator import status as state
 from skyproxy_operator.announcements import Announcement, event_of
@@ -17,11 +18,14 @@ from skyproxy_operator.causes import Cause, has_ended, is_ready, is_scheduled, n
 from skyproxy_operator.child_reconciler import ChildReconciler, ChildStatus
 from skyproxy_operator.cluster import ApiError, ClusterConnection
 from skyproxy_operator.cluster_view import ClusterView
-from skyproxy_operator.compute_spec import ComputeSpec
+from skyproxy_operator.compute_spec import ComputeSpec, problem_of
 from skyproxy_operator.decisions import (
     ObservedState,
     Plan,
     decide,
+    is_over,
+    is_unjudged,
+    is_untouched,
     namespace_is_going,
     node_of,
     owned_pods,
@@ -30,12 +34,13 @@ from skyproxy_operator.decisions import (
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, KIND
 from skyproxy_operator.options import Options
+from skyproxy_operator.ownership import name_taken
 from skyproxy_operator.pod_builder import build_pod
 from skyproxy_operator.probing import ENDING, ProbeCredentials, Prober
 from skyproxy_operator.questions import Questions, should_answer, silence_cause
 from skyproxy_operator.queueing import KUEUE_GROUP, QUEUE_LABEL, WORKLOAD, is_gated
 from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, next_check_seconds
-from skyproxy_operator.runtimes import Resolution, change_message, resolve
+from skyproxy_operator.runtimes import Resolution, change_message, lifetime_seconds, resolve
 from skyproxy_operator.work_queue import CHANGED, NEW, ROUTINE, WorkQueue
 
 Object = dict[str, Any]
@@ -49,6 +54,8 @@ _MAX_RETRY_SECONDS = 60.0
 _FIRST_REFUSAL_SECONDS = 10.0
 """A quota has room again when something else ends, which nobody tells us."""
 _LEFTOVER_SECONDS = 1.0
+_NEVER_TAKEN = (400, 413, 422)
+"""Answers to what would be refused another time, too."""
 _PATIENCE_SECONDS = 20.0
 """For how long a watch may be lost before nothing is decided any more."""
 _FIRST_EVENTS_SECONDS = 10.0
@@ -117,7 +124,7 @@ class Controller:
         options: Options,
         clock: Callable[[], datetime.datetime] = _utc_now,
     ) -> None:
-        self.queue: WorkQueue[Key] = WorkQueue()
+        self.queue: WorkQueue[Key] = WorkQueue(group_of=itemgetter(0))
         self._cluster = cluster
         self._view = view
         self._prober = prober
@@ -169,9 +176,9 @@ class Controller:
         if children and key in self._memories:
             self._children.recheck(self._memories[key].uid)
         compute = self._view.compute(*key)
-        if not self._running or not (self._is_current or _is_untouched(compute)):
+        if not self._running or not (self._is_current or is_untouched(compute)):
             return
-        if _is_unjudged(compute):
+        if is_unjudged(compute):
             self._new_since.setdefault(key, time.monotonic())
             self.queue.add(key, NEW)
         else:
@@ -229,19 +236,20 @@ class Controller:
         if (since := self._new_since.pop(key, None)) is not None:
             METRICS.first_look.observe(time.monotonic() - since)
         memory = self._memories.get(key)
-        if memory is not None and (compute is None or _is_over(compute, memory.uid)):
+        if memory is not None and (compute is None or is_over(compute, memory.uid)):
             await self._tell_end(key, memory)
         if compute is None:
             memory = self._memories.pop(key, None)
             if memory is not None:
-                self._children.forget(memory.uid)
-                self._questions.forget(memory.uid)
+                self._forget_uid(memory.uid)
             self.queue.forget(key)
             self._new_since.pop(key, None)
             return None
         memory = self._memories.setdefault(key, _Memory())
         uid, generation = compute["metadata"]["uid"], int(compute["metadata"].get("generation", 0))
         if (memory.uid, memory.generation) != (uid, generation):
+            if memory.uid != uid:
+                self._forget_uid(memory.uid)
             # With another spec, such as a shorter idleTimeout, it may be time to ask the workers already.
             memory.uid, memory.generation, memory.probe_at = uid, generation, 0.0
             memory.refused_until, memory.refusals = 0.0, 0
@@ -252,10 +260,11 @@ class Controller:
             spec = ComputeSpec.parse(name, made.compute["spec"])
             # A podTemplate that does not fit shows when it is applied.
             build_pod(made.compute, spec, 0, 0, self._options)
-        except ValueError as exc:
-            plan = refuse(observed, str(exc))
-        except RecursionError:
-            plan = refuse(observed, "spec: something in it is nested too deeply")
+        except Exception as exc:
+            problem = problem_of(exc)
+            if not isinstance(exc, ValueError | RecursionError):
+                logger.exception("%s/%s: %s", namespace, name, problem)
+            plan = refuse(observed, problem, lifetime_seconds(compute))
         else:
             await self._note_runtime(compute, made)
             observed = replace(observed, compute=made.compute)
@@ -265,13 +274,18 @@ class Controller:
         resync = self._options.resync_seconds
         return resync if plan.look_again_seconds is None else min(plan.look_again_seconds, resync)
 
+    def _forget_uid(self, uid: str) -> None:
+        """Keep nothing of a Compute that is gone, also where another one has its name."""
+        self._children.forget(uid)
+        self._questions.forget(uid)
+
     async def _is_nobodys(self, compute: Object | None) -> bool:
         """Tell whether nobody has looked at a Compute yet: what another operator has done does not matter then."""
         if compute is None:
             return False
         metadata = compute["metadata"]
         now = await self._cluster.read(API_VERSION, KIND, metadata["namespace"], metadata["name"])
-        return _is_untouched(now) and now["metadata"]["uid"] == metadata["uid"]
+        return is_untouched(now) and now["metadata"]["uid"] == metadata["uid"]
 
     async def _note_runtime(self, compute: Object, made: Resolution) -> None:
         """Write down what pods are made of before they are, so that it stays theirs when the runtime changes."""
@@ -349,13 +363,17 @@ class Controller:
             try:
                 if await self._cluster.create(pod):
                     METRICS.pods.labels(action="created").inc()
+                    continue
+                # One of ours would have been seen, or will be at the next look.
+                cause = name_taken(f"Pod {pod['metadata']['name']}")
             except ApiError as exc:
                 if exc.status == 0 or exc.status >= 500 or exc.status == 429:
                     raise
-                pause = min(_FIRST_REFUSAL_SECONDS * 2**refusals, _MAX_RETRY_SECONDS)
-                memory.refused, memory.refusals = (exc.cause,), refusals + 1
-                memory.refused_until = time.monotonic() + pause
-                break
+                cause = exc.cause
+            pause = min(_FIRST_REFUSAL_SECONDS * 2**refusals, _MAX_RETRY_SECONDS)
+            memory.refused, memory.refusals = (cause,), refusals + 1
+            memory.refused_until = time.monotonic() + pause
+            break
         return memory.refused
 
     async def _reports(
@@ -427,8 +445,15 @@ class Controller:
     async def _carry_out(self, observed: ObservedState, plan: Plan) -> None:
         compute = observed.compute
         patch = state.patch_between(compute.get("status") or {}, plan.status)
+        unwritten: ApiError | None = None
         if patch:
-            await self._cluster.patch_status(compute, patch)
+            try:
+                await self._cluster.patch_status(compute, patch)
+            except ApiError as exc:
+                if exc.status not in _NEVER_TAKEN:
+                    raise
+                # It will be refused the next time, too, and must not keep the pods of an ended Compute.
+                unwritten = exc
         for pod in plan.delete:
             await self._cluster.delete(pod)
             METRICS.pods.labels(action="deleted").inc()
@@ -447,6 +472,8 @@ class Controller:
         for announcement in plan.announce:
             logger.info("%s/%s: %s: %s", *_key(compute), announcement.reason, announcement.message.replace("\n", " "))
             await self._announce(compute, announcement)
+        if unwritten is not None:
+            raise unwritten
 
     async def _announce(self, compute: Object, announcement: Announcement) -> None:
         event = event_of(compute, announcement, self._clock())
@@ -464,23 +491,6 @@ class Controller:
             if memory.phase:
                 counts[memory.phase] = counts.get(memory.phase, 0.0) + 1
         return counts
-
-
-def _is_unjudged(compute: Object | None) -> bool:
-    """Tell whether a Compute is new or has a new spec, so that somebody waits for its first look."""
-    if compute is None:
-        return False
-    return bool((compute.get("status") or {}).get("observedGeneration") != compute["metadata"].get("generation", 0))
-
-
-def _is_untouched(compute: Object | None) -> TypeGuard[Object]:
-    """Tell whether a Compute is there, and no look at it has come to its end."""
-    return compute is not None and not compute.get("status")
-
-
-def _is_over(compute: Object, uid: str) -> bool:
-    """Return whether the Compute of this uid is being deleted, or another one has its name."""
-    return "deletionTimestamp" in compute["metadata"] or compute["metadata"]["uid"] != uid
 
 
 def _key(compute: Object) -> Key:

@@ -11,8 +11,9 @@ import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
+from skyproxy.units import duration_text
 from skyproxy_operator import status as state
 from skyproxy_operator.announcements import Announcement
 from skyproxy_operator.causes import (
@@ -37,6 +38,7 @@ from skyproxy_operator.reaping import IDLE, LIFETIME, SUSPENDED_IDLE, Report, ne
 Object = dict[str, Any]
 
 MAX_BACKOFF_SECONDS = 300
+_MAX_DIGITS = 9
 _DELETED = Cause("Deleted", "The Compute is being deleted.")
 _LOOK_AGAIN_SECONDS = 15.0
 """While pods are on their way: what keeps a volume from being mounted is told by events, which we do not watch."""
@@ -91,9 +93,31 @@ def decide(observed: ObservedState, spec: ComputeSpec, options: Options) -> Plan
     return _Decision(observed, spec, options).plan()
 
 
-def refuse(observed: ObservedState, problem: str) -> Plan:
-    """The plan for a Compute whose spec cannot be used: its pods are left alone, and it says why."""
-    carried = state.past(observed.compute.get("status") or {})
+def refuse(observed: ObservedState, problem: str, lifetime_seconds: float | None = None) -> Plan:
+    """The plan for a Compute whose spec cannot be used: it says why, and its pods are left alone until their lifetime
+    is over.
+
+    Args:
+        observed: its state.
+        problem: what is wrong with the spec.
+        lifetime_seconds: of its pods; None for no end.
+    """
+    carried = state.past(observed.compute.get("status") or {}, observed.now)
+    started = state.moment(carried.get("startTime"))
+    there = [pod for pod in owned_pods(observed) if not has_ended(pod)]
+    left = None
+    if lifetime_seconds is not None and started is not None and there:
+        left = lifetime_seconds - (observed.now - started).total_seconds()
+    has_expired = left is not None and left <= 0
+    if has_expired:
+        message = f"The pods were removed: their lifetime of {duration_text(lifetime_seconds or 0.0)} is over."
+        problem = f"{problem}\n{message}"
+        carried |= {
+            "endedFor": current_key(observed.compute),
+            "endedReason": LIFETIME,
+            "endedMessage": message,
+            "expiryTime": state.timestamp(observed.now),
+        }
     cause = Cause("InvalidSpec", problem, actionable=True)
     verdict = state.Verdict(state.FAILED, False, cause, False, False, cause)
     if "deletionTimestamp" in observed.compute["metadata"]:
@@ -101,7 +125,12 @@ def refuse(observed: ObservedState, problem: str) -> Plan:
         verdict = state.judge_stopped(state.TERMINATING, _DELETED, leaving=leaving)
     pods = [pod for pod in owned_pods(observed) if node_of(pod) >= 0]
     new = state.build_status(observed.compute, verdict, observed.now, carried=carried, pods=pods)
-    return Plan(new, announce=announcements(observed.compute.get("status") or {}, new))
+    return Plan(
+        new,
+        delete=tuple(pod for pod in there if not is_leaving(pod)) if has_expired else (),
+        announce=announcements(observed.compute.get("status") or {}, new),
+        look_again_seconds=max(left, 1.0) if left is not None else None,
+    )
 
 
 def owned_pods(observed: ObservedState) -> list[Object]:
@@ -116,14 +145,17 @@ def _owners(item: Object) -> Sequence[Object]:
 
 def attempt_of(pod: Object) -> int:
     """Return which start of its Compute a pod belongs to."""
-    text = (pod["metadata"].get("annotations") or {}).get(ATTEMPT, "0")
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return _number((pod["metadata"].get("annotations") or {}).get(ATTEMPT, ""), 0)
 
 
 def node_of(pod: Object) -> int:
     """The number of a pod's node; -1 where its label was spoilt."""
-    text = (pod["metadata"].get("labels") or {}).get(NODE_LABEL, "")
-    return int(text) if text.isascii() and text.isdigit() else -1
+    return _number((pod["metadata"].get("labels") or {}).get(NODE_LABEL, ""), -1)
+
+
+def _number(text: str, otherwise: int) -> int:
+    """Return the number that a pod bears; users may have written another one, which no status could hold."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else otherwise
 
 
 def is_leaving(pod: Object) -> bool:
@@ -156,7 +188,7 @@ class _Decision:
         self._spec = spec
         self._options = options
         self._before: Object = observed.compute.get("status") or {}
-        self._carried = state.past(self._before)
+        self._carried = state.past(self._before, self._now)
         self._pods = owned_pods(observed)
         self._attempt = max([int(self._carried.get("restarts", 0)), *map(attempt_of, self._pods)])
 
@@ -425,6 +457,23 @@ def namespace_is_going(compute: Object) -> bool:
     deleted.
     """
     return bool(_condition(compute.get("status") or {}, "Ready").get("reason") == NAMESPACE_TERMINATING)
+
+
+def is_unjudged(compute: Object | None) -> bool:
+    """Tell whether a Compute is new or has a new spec, so that somebody waits for its first look."""
+    if compute is None:
+        return False
+    return bool((compute.get("status") or {}).get("observedGeneration") != compute["metadata"].get("generation", 0))
+
+
+def is_untouched(compute: Object | None) -> TypeGuard[Object]:
+    """Tell whether a Compute is there, and no look at it has come to its end."""
+    return compute is not None and not compute.get("status")
+
+
+def is_over(compute: Object, uid: str) -> bool:
+    """Return whether the Compute of this uid is being deleted, or another one has its name."""
+    return "deletionTimestamp" in compute["metadata"] or compute["metadata"]["uid"] != uid
 
 
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

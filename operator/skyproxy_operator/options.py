@@ -34,6 +34,8 @@ class Options:
     """Patterns of the Secrets that pods may be given, of those in their own namespace."""
     resource_claims: str = "*"
     """Patterns of the ResourceClaims and their templates, of those in their own namespace, that pods may name."""
+    volume_claims: str = "*"
+    """Patterns of the PersistentVolumeClaims, of those in their own namespace, that a podTemplate may mount."""
     device_classes: str = "*"
     """Patterns of the classes of devices for which the operator makes claims."""
     require_runtime: bool = False

@@ -63,6 +63,12 @@ def leftover(what: str) -> Cause:
     return Cause("CleaningUp", f"{what} of an earlier Compute of this name must be deleted first.")
 
 
+def name_taken(what: str) -> Cause:
+    """The cause where somebody else's object has the name of one of ours."""
+    text = f"There is a {what} that skyproxy does not manage. Delete it, or use another name."
+    return Cause("NameTaken", text, actionable=True)
+
+
 def foreign(compute: Object, name: str) -> Cause:
     """The cause where a Secret is not for workers."""
     label = f"{COMPUTE_LABEL}={compute['metadata']['name']}"

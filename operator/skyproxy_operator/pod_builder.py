@@ -94,8 +94,14 @@ def build_pod(
             f"spec.podTemplate leaves the Pod without its container {CONTAINER!r}, or that without an image"
         )
     built["spec"]["restartPolicy"] = "Never"
-    secrets, claims = (token_secret(name), tls_secret(name)), own_templates(name, spec.claims)
-    refused = [f"the Pod's {line}" for line in violations(built, options, own_secrets=secrets, own_claims=claims)]
+    own = violations(
+        built,
+        options,
+        own_secrets=(token_secret(name), tls_secret(name)),
+        own_claims=own_templates(name, spec.claims),
+        own_volumes=[claim_name(name, volume.name) for volume in spec.volumes],
+    )
+    refused = [f"the Pod's {line}" for line in own]
     refused += class_violations(spec.claims, options)
     if refused:
         raise ValueError("\n".join(refused))

@@ -8,6 +8,7 @@ Capabilities need not be dropped, as there: who is not root and gets no new priv
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -66,15 +67,22 @@ _FIELDS = {
 REVIEWED = {kind: frozenset(names.split()) for kind, names in _FIELDS.items()}
 """The fields of the API's types that were looked at: what each gives is allowed, or has its rule below. A server that
 is newer than this list may give anything for the others, so they are refused."""
-_DEVICE_ANNOTATIONS = ("cdi.k8s.io/", "io.kubernetes.cri-o.")
-"""Annotations by which container runtimes give devices of the machine, whoever else they are for."""
+_RUNTIME_ANNOTATIONS = re.compile(
+    r"cdi\.k8s\.io/|io\.kubernetes\.cri-o\.|([^/]*\.)?(crio|cri-o)\.io(/|$)|([^/]*\.)?nri\.io/"
+)
+"""Annotations by which container runtimes and their plugins give devices and folders of the machine, or take profiles
+away, whoever else they are for."""
 _SECCOMP = ("RuntimeDefault", "Localhost")
 _PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 _HOOKS = ("postStart", "preStop")
 
 
 def violations(
-    pod: Object, options: Options, own_secrets: Collection[str] = (), own_claims: Collection[str] = ()
+    pod: Object,
+    options: Options,
+    own_secrets: Collection[str] = (),
+    own_claims: Collection[str] = (),
+    own_volumes: Collection[str] = (),
 ) -> Iterator[str]:
     """Everything about a pod that the installation does not allow, a line each.
 
@@ -83,6 +91,7 @@ def violations(
         options: those of the installation.
         own_secrets: the Secrets that the operator made for this pod.
         own_claims: the templates of claims that it makes for it.
+        own_volumes: the claims of volumes that it makes for it.
     """
     spec = _mapping(pod.get("spec"))
     containers = [
@@ -98,6 +107,13 @@ def violations(
     yield from _service_account(pod, spec, options)
     yield from _secrets(spec, containers, options, own_secrets)
     yield from _claims(spec, options, own_claims)
+    for volume in _rows(spec.get("volumes")):
+        name = _mapping(volume.get("persistentVolumeClaim")).get("claimName")
+        if name and name not in own_volumes and not matches(str(name), options.volume_claims):
+            yield (
+                f"volumes[{volume.get('name', '')}]: this installation does not let workers mount the claim {name}. An "
+                f"administrator allows it: SKYPROXY_OPERATOR_VOLUME_CLAIMS={name}"
+            )
 
 
 def _host_access(pod: Object, spec: Object, containers: Sequence[tuple[str, Object]]) -> Iterator[str]:
@@ -106,7 +122,7 @@ def _host_access(pod: Object, spec: Object, containers: Sequence[tuple[str, Obje
         if spec.get(key):
             yield f"{key}: {allow}"
     for key in _mapping(_mapping(pod.get("metadata")).get("annotations")):
-        if key.startswith(_DEVICE_ANNOTATIONS):
+        if _RUNTIME_ANNOTATIONS.match(key):
             yield f"metadata.annotations[{key}]: {allow}; ask for devices by spec.resources or spec.resourceClaims"
     if spec.get("nodeName"):
         yield f"nodeName: the scheduler chooses the machine; use nodeSelector; {allow}"

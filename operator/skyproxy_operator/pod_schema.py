@@ -23,19 +23,14 @@ _SCALARS: dict[str, tuple[type, ...]] = {
 """Numbers can stand where texts do: quantities are texts for the API's types, and YAML makes numbers of them."""
 
 
-def form_problems(template: Mapping[str, object], where: str) -> Iterator[str]:
-    """Everything about a pod template that has not the form of one, a line each.
+def form_problems(value: object, kind: str, where: str) -> Iterator[str]:
+    """Everything about a part of a pod that has not the form of one, a line each.
 
     Args:
-        template: with `metadata` and `spec`; null stands for taking a field away, wherever it is.
+        value: the part; null stands for taking a field away, wherever it is.
+        kind: its type of the API, such as V1PodSpec.
         where: how the lines call it.
     """
-    for key, kind in (("metadata", "V1ObjectMeta"), ("spec", "V1PodSpec")):
-        if template.get(key) is not None:
-            yield from _problems(template[key], kind, f"{where}.{key}")
-
-
-def _problems(value: object, kind: str, where: str) -> Iterator[str]:
     if value is None or kind in ("object", "datetime"):
         return
     if found := _LIST.fullmatch(kind):
@@ -44,14 +39,14 @@ def _problems(value: object, kind: str, where: str) -> Iterator[str]:
             return
         for index, item in enumerate(value):
             name = item.get("name") if isinstance(item, Mapping) else None
-            yield from _problems(item, found[1], f"{where}[{name if isinstance(name, str) else index}]")
+            yield from form_problems(item, found[1], f"{where}[{name if isinstance(name, str) else index}]")
     elif found := _MAP.fullmatch(kind):
         if not isinstance(value, Mapping):
             yield f"{where}: it must be an object, and is {_name_of(value)}"
             return
         for key, item in value.items():
             if key != _DIRECTIVE:
-                yield from _problems(item, found[1], f"{where}[{key}]")
+                yield from form_problems(item, found[1], f"{where}[{key}]")
     elif kind in _SCALARS:
         # bool is an int for Python.
         if not isinstance(value, _SCALARS[kind]) or (isinstance(value, bool) and kind != "bool"):
@@ -62,7 +57,7 @@ def _problems(value: object, kind: str, where: str) -> Iterator[str]:
         known = _fields(kind)
         for key, item in value.items():
             if key in known:
-                yield from _problems(item, known[key], f"{where}.{key}")
+                yield from form_problems(item, known[key], f"{where}.{key}")
             elif key != _DIRECTIVE:
                 yield f"{where}.{key}: there is no such field{_suggestion(key, known)}"
 

@@ -112,6 +112,30 @@ def resolve(compute: dict[str, Any], runtimes: Mapping[str, str], *, has_pods: b
     return Resolution({**compute, "spec": whole, "status": {**status, "runtime": record}}, record, news)
 
 
+def lifetime_seconds(compute: Object) -> float | None:
+    """Return the lifetime of the pods of a Compute whose spec cannot be used, as far as it can be read; None for no
+    end. What became of the spec must not give pods more time than their runtime does.
+    """
+    own = _readable_seconds((compute.get("spec") or {}).get("maxLifetime"))
+    record = (compute.get("status") or {}).get("runtime") or {}
+    try:
+        runtime = parse(str(record["name"]), str(record["template"]))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return own
+    given = _readable_seconds(runtime.spec.get("maxLifetime"))
+    if own is None or (given is not None and not _may_change(runtime, "maxLifetime")):
+        own = given
+    known = [seconds for seconds in (own, _readable_seconds((runtime.limits or {}).get("maxLifetime"))) if seconds]
+    return min(known, default=None)
+
+
+def _readable_seconds(value: float | str | None) -> float | None:
+    try:
+        return limit_seconds(value)
+    except ConfigurationError:
+        return None
+
+
 def change_message(name: str) -> str:
     """Return what people are told when a runtime of a running worker changes."""
     return f"The runtime {name} has changed. The Pods that run stay as they are; those of the next start will have it."
@@ -133,9 +157,13 @@ def parse(name: str, text: str) -> Runtime:
     if len(text.encode()) > _MAX_TEXT:
         raise refuse(f"it is longer than {_MAX_TEXT} bytes")
     try:
-        parts = yaml.safe_load(text)
+        # A Compute's status has a copy of the text, and aliases of aliases make any amount of some lines.
+        has_alias = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
+        parts: Any = None if has_alias else yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as exc:
         raise refuse(exc) from None
+    if has_alias:
+        raise refuse("it has an alias of YAML (*name); write out what that stands for")
     problem = next(_form_problems(parts), None)
     if problem is not None:
         raise refuse(problem)
@@ -218,6 +246,10 @@ def _list_choices(runtimes: Mapping[str, str], namespace: str, *, but: str = "")
     return f". There are: {', '.join(names)}" if names else ", and there is none for this namespace"
 
 
+def _may_change(runtime: Runtime, key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in runtime.overrides)
+
+
 def _may_use(runtime: Runtime, namespace: str) -> bool:
     return any(fnmatchcase(namespace, pattern) for pattern in runtime.namespaces)
 
@@ -231,10 +263,7 @@ def _fill_in(name: str, runtime: Runtime, spec: Mapping[str, Any]) -> dict[str, 
     said = {key: value for key, value in spec.items() if value is not None and value != _DEFAULTS.get(key)}
     # A template reaches everything that the others say, so it is the runtime's own although that has none.
     closed = [
-        key
-        for key in sorted(said)
-        if (key in runtime.spec or key == "podTemplate")
-        and not any(fnmatchcase(key, pattern) for pattern in runtime.overrides)
+        key for key in sorted(said) if (key in runtime.spec or key == "podTemplate") and not _may_change(runtime, key)
     ]
     if closed:
         may = f"it may have its own {', '.join(runtime.overrides)}" if runtime.overrides else "none may be changed"

@@ -19,25 +19,28 @@ Object = dict[str, Any]
 PENDING, QUEUED, PROVISIONING, RUNNING = "Pending", "Queued", "Provisioning", "Running"
 SUSPENDED, FAILED, EXPIRED, TERMINATING = "Suspended", "Failed", "Expired", "Terminating"
 
-_PAST = (
-    "restarts",
-    "failuresInARow",
-    "lastFailure",
-    "lastFailureTime",
-    "startTime",
-    "readySince",
-    "formed",
-    "expiryTime",
-    "endedFor",
-    "endedReason",
-    "endedMessage",
-    "lastActivityTime",
-    "inUse",
-    "runtime",
-    "pullFailures",
-    "worker",
-)
-"""Fields that cannot be seen in the cluster as it is now, so that the status itself keeps them."""
+_PAST: dict[str, type] = {
+    "restarts": int,
+    "failuresInARow": int,
+    "lastFailure": str,
+    "lastFailureTime": datetime.datetime,
+    "startTime": datetime.datetime,
+    "readySince": datetime.datetime,
+    "formed": str,
+    "expiryTime": datetime.datetime,
+    "endedFor": str,
+    "endedReason": str,
+    "endedMessage": str,
+    "lastActivityTime": datetime.datetime,
+    "inUse": bool,
+    "runtime": Mapping,
+    "pullFailures": Mapping,
+    "worker": Mapping,
+}
+"""Fields that cannot be seen in the cluster as it is now, so that the status itself keeps them; each with its type."""
+_MAX_COUNT = 1 << 31
+_CLOCK_SKEW = datetime.timedelta(minutes=5)
+"""Of the operator before, on another machine; what is to come later never was."""
 
 _MAX_MESSAGE = 2000
 _ACTIVITY_GRAIN_SECONDS = 20
@@ -48,9 +51,13 @@ def timestamp(moment: datetime.datetime) -> str:
     return moment.astimezone(datetime.UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
 
 
-def moment(text: str | None) -> datetime.datetime | None:
-    """The time that a status tells; None for none."""
-    return datetime.datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
+def moment(text: object) -> datetime.datetime | None:
+    """The time that a status tells; None for none, and for what is no time here though the API server takes it."""
+    try:
+        found = datetime.datetime.fromisoformat(text.upper()) if isinstance(text, str) else None
+    except ValueError:
+        return None
+    return found if found is not None and found.tzinfo is not None else None
 
 
 @dataclass(frozen=True)
@@ -128,9 +135,18 @@ def judge_stopped(phase: str, cause: Cause, *, leaving: int = 0) -> Verdict:
     return Verdict(phase, False, cause, leaving > 0, False, cause if cause.actionable else None)
 
 
-def past(status: Mapping[str, Any]) -> Object:
-    """Of a status, what is carried on."""
-    return {key: status[key] for key in _PAST if status.get(key) is not None}
+def past(status: Mapping[str, Any], now: datetime.datetime) -> Object:
+    """Of a status, what is carried on: whoever may write one may have written anything, which is as good as nothing."""
+    return {key: status[key] for key, kind in _PAST.items() if _is_kept(status.get(key), kind, now)}
+
+
+def _is_kept(value: object, kind: type, now: datetime.datetime) -> bool:
+    if kind is datetime.datetime:
+        told = moment(value)
+        return told is not None and told <= now + _CLOCK_SKEW
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_COUNT
+    return isinstance(value, kind)
 
 
 def with_activity(carried: Object, reports: Sequence[Report], now: datetime.datetime) -> Object:

@@ -176,6 +176,52 @@ def test_what_is_not_ours_is_left_alone() -> None:
     assert world.status["conditions"][1]["reason"] == "NameTaken"
 
 
+@pytest.mark.parametrize(
+    ("limits", "phase"), [({}, "Running"), ({"egress": "namespace"}, "Pending"), ({"ingress": "namespace"}, "Pending")]
+)
+@pytest.mark.parametrize("how", ["taken", "refused"])
+def test_where_networks_are_limited_no_worker_runs_without_its_policy(
+    limits: dict[str, str], phase: str, how: str
+) -> None:
+    world = World(replace(OPTIONS, **limits))  # type: ignore[arg-type]
+    if how == "taken":
+        theirs = {"kind": "NetworkPolicy", "metadata": {"name": "dev", "namespace": "lab"}, "spec": {"podSelector": {}}}
+        world.cluster.put(theirs)
+    else:
+        world.cluster.refuse["NetworkPolicy"] = ApiError("NetworkPolicy dev", 403, "Forbidden", "no")
+
+    async def scenario(world: World) -> None:
+        for _ in range(4):
+            await world.look()
+            world.cluster.make_ready()
+
+    run(scenario, world)
+    assert world.status["phase"] == phase
+    assert world.names("Pod") == (["dev-0"] if phase == "Running" else [])
+    degraded = next(row for row in world.status["conditions"] if row["type"] == "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "NameTaken" if how == "taken" else "Forbidden")
+
+
+def test_a_claim_of_somebody_else_is_not_mounted_for_its_name() -> None:
+    world = World(volumes=[{"name": "postgres-0", "storage": "1Gi", "path": "/cache"}])
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    theirs = {"name": "dev-postgres-0", "namespace": "lab", "labels": {"app": "postgres"}}
+    world.cluster.put({"kind": "PersistentVolumeClaim", "metadata": theirs, "spec": spec})
+
+    async def scenario(world: World) -> None:
+        for _ in range(3):
+            await world.look()
+        assert world.names("Pod") == []
+        assert world.status["conditions"][1]["reason"] == "NameTaken"
+        # One that a Compute of that name left, or that somebody gives it, is its own.
+        claim = world.cluster.objects["PersistentVolumeClaim", "lab", "dev-postgres-0"]
+        claim["metadata"]["labels"]["skyproxy.dev/compute"] = "dev"
+        await world.settle()
+        assert world.status["phase"] == "Running"
+
+    run(scenario, world)
+
+
 def test_no_token_and_no_key_is_anywhere_but_in_secrets(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     world = World(**EVERYTHING)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from aiohttp import web
 
+from skyproxy_operator import cluster as cluster_module
 from skyproxy_operator.cluster import ApiError, ClusterConnection, path_of
 from tests.operator.makers import make_compute, make_pod
 
@@ -289,6 +290,61 @@ def test_a_watch_that_is_refused_or_lost_says_so(tmp_path: Path, monkeypatch: py
             assert caught.value.status == 0
 
     run(scenario, tmp_path, monkeypatch)
+
+
+def test_an_answer_without_an_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "MAX_ANSWER_BYTES", 1 << 20)
+    read = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal read
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(4096):
+            await response.write(b"x" * (1 << 16))
+            read += 1
+        return response
+
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
+        path = "/api/v1/namespaces/lab/pods"
+        server.streams[path] = server.streams[f"{path}/a"] = endless
+        with pytest.raises(ApiError, match="has more than 1048576 bytes") as caught:
+            await watched(cluster, [])
+        assert caught.value.status == 0
+        with pytest.raises(ApiError, match="has more than 1048576 bytes"):
+            await cluster.read("v1", "Pod", "lab", "a")
+        # What is on its way in sockets comes on top.
+        assert read < 1024
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_many_large_objects_are_listed_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "MAX_ANSWER_BYTES", 1 << 20)
+    asked = []
+
+    async def pages(request: web.Request) -> web.StreamResponse:
+        begin, limit = int(request.query.get("continue", "0")), int(request.query["limit"])
+        asked.append((begin, limit))
+        items = [
+            {"metadata": {"name": f"p{number}"}, "x": "x" * 100_000} for number in range(begin, min(begin + limit, 20))
+        ]
+        more = {"continue": str(begin + limit)} if begin + limit < 20 else {}
+        return web.json_response({"metadata": {"resourceVersion": "7", **more}, "items": items})
+
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
+        server.streams["/api/v1/namespaces/lab/pods"] = pages
+        items, version = await cluster.list_version("v1", "Pod", "lab", {})
+        assert ([item["metadata"]["name"] for item in items], version) == ([f"p{number}" for number in range(20)], 7)
+        assert asked == [(0, 100), (0, 25), (0, 6), (6, 6), (12, 6), (18, 6)]
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_no_refusal_forges_a_line_of_the_log() -> None:
+    error = ApiError("Pod dev-0", 403, "Forbidden", "denied:\n2026-05-01 forged \x1b]52;c;x\x07")
+    assert "\n" not in str(error)
+    assert "\x1b" not in str(error)
 
 
 def test_what_a_write_leaves_behind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,10 @@ HOST = [
     template(volumes=[{"name": "share", "nfs": {"server": "s", "path": "/"}}]),
     {"podTemplate": {"metadata": {"annotations": {"cdi.k8s.io/any": "nvidia.com/gpu=all"}}}},
     {"podTemplate": {"metadata": {"annotations": {"io.kubernetes.cri-o.Devices": "/dev/kmsg"}}}},
+    {"podTemplate": {"metadata": {"annotations": {"seccomp-profile.kubernetes.cri-o.io/worker": "x/any:1"}}}},
+    {"podTemplate": {"metadata": {"annotations": {"irq-load-balancing.crio.io": "disable"}}}},
+    {"podTemplate": {"metadata": {"annotations": {"devices.nri.io/container.worker": "[{path: /dev/kmsg}]"}}}},
+    {"podTemplate": {"metadata": {"annotations": {"mounts.nri.io/pod": "[{source: /, destination: /host}]"}}}},
     worker(ports=[{"containerPort": 1, "hostPort": 1, "protocol": "TCP"}]),
     sidecar(ports=[{"containerPort": 1, "hostPort": 1, "protocol": "TCP"}]),
     worker(livenessProbe={"httpGet": {"host": "169.254.169.254", "port": 80}}),
@@ -107,6 +111,31 @@ SECRET = [
     worker(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "foreign", "key": "k"}}}]),
     sidecar(envFrom=[{"secretRef": {"name": "foreign"}}]),
 ]
+
+
+VOLUME = [
+    template(volumes=[{"name": "v", "persistentVolumeClaim": {"claimName": "foreign"}}]),
+    template(volumes=[{"name": "tmp", "persistentVolumeClaim": {"claimName": "foreign"}, "emptyDir": None}]),
+]
+
+
+@pytest.mark.parametrize("spec", VOLUME)
+def test_claims_of_volumes_can_be_limited_to_some(spec: dict[str, Any]) -> None:
+    build(**spec)
+    build(replace(OPTIONS, volume_claims="mine,for*"), **spec)
+    for claims in ("", "mine"):
+        with pytest.raises(ValueError, match="SKYPROXY_OPERATOR_VOLUME_CLAIMS=foreign"):
+            build(replace(OPTIONS, volume_claims=claims), **spec)
+    build(replace(OPTIONS, volume_claims=""), volumes=[{"name": "cache", "storage": "1Gi", "path": "/cache"}])
+
+
+def test_a_worker_whose_time_is_over_has_no_hour_to_leave() -> None:
+    build(**template(terminationGracePeriodSeconds=3600))
+    with pytest.raises(ValueError, match="terminationGracePeriodSeconds: 3601 is more than 3600"):
+        build(
+            replace(OPTIONS, allow_privilege=True, allow_host_access=True),
+            **template(terminationGracePeriodSeconds=3601),
+        )
 
 
 CLAIM = [
