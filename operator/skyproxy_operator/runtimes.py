@@ -261,10 +261,10 @@ def _fill_in(name: str, runtime: Runtime, spec: Mapping[str, Any]) -> dict[str, 
         ValueError: it says what the runtime keeps for itself.
     """
     said = {key: value for key, value in spec.items() if value is not None and value != _DEFAULTS.get(key)}
-    # A template reaches everything that the others say, so it is the runtime's own although that has none.
-    closed = [
-        key for key in sorted(said) if (key in runtime.spec or key == "podTemplate") and not _may_change(runtime, key)
-    ]
+    # The runtime's own although it has none: a template reaches everything that the others say, and claims get devices
+    # that are counted among no resources.
+    own = {"podTemplate"} | ({"resourceClaims"} if (runtime.limits or {}).get("resources") else set())
+    closed = [key for key in sorted(said) if (key in runtime.spec or key in own) and not _may_change(runtime, key)]
     if closed:
         may = f"it may have its own {', '.join(runtime.overrides)}" if runtime.overrides else "none may be changed"
         raise ValueError("\n".join(f"spec.{key}: the runtime {name} keeps it for itself; {may}" for key in closed))

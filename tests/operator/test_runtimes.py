@@ -75,6 +75,11 @@ def test_values_that_the_server_fills_in_are_nothing_that_a_compute_says() -> No
         ({"tolerations": [{"key": "b200"}]}, "spec.tolerations: the runtime a100 keeps it"),
         # It reaches all the others.
         ({"podTemplate": {"spec": {}}}, "spec.podTemplate: the runtime a100 keeps it"),
+        # Devices that no limit counts.
+        (
+            {"resourceClaims": [{"name": "gpu", "deviceClassName": "gpu.nvidia.com", "count": 64}]},
+            "spec.resourceClaims: the runtime a100 keeps it",
+        ),
         ({"nodes": 3}, "spec.nodes: 3 are more than 2, which is the limit of runtime a100"),
         ({"resources": {"nvidia.com/gpu": 5}}, "spec.resources[nvidia.com/gpu]: 5 is more than 4, which is the limit"),
         ({"resources": {"memory": "300Gi"}}, "spec.resources[memory]: 300Gi is more than 256Gi"),
@@ -90,6 +95,13 @@ def test_an_open_runtime_lets_everything_be_changed() -> None:
     template = {"spec": {"hostname": "a"}}
     spec = filled_in(runtime="open", image="mine", podTemplate=template)
     assert (spec["image"], spec["podTemplate"]) == ("mine", template)
+
+
+def test_without_a_limit_of_resources_claims_are_the_computes() -> None:
+    claims = [{"name": "gpu", "deviceClassName": "gpu.nvidia.com"}]
+    texts = {"plain": "limits: {nodes: 2}", "shared": "limits: {resources: {memory: 1Gi}}\noverrides: [resourceClaims]"}
+    for name in texts:
+        assert filled_in(runtimes=texts, runtime=name, resourceClaims=claims)["resourceClaims"] == claims
 
 
 def test_a_runtime_that_is_not_there_is_told_with_those_that_are() -> None:
