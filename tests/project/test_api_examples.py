@@ -61,6 +61,7 @@ NOT_FOR_USERS = {
             "PoolCalls.run_torchrun",
             "PoolCalls.script_endpoints",
             "Compute.want_nodes",
+            "Compute.abandon_in_child",
         ),
         *("InstanceInfo.to_json", "InstanceInfo.from_mapping", "NodeFunctions.submit_payload"),
     },

@@ -49,7 +49,6 @@ EXCEPTIONS = {
     ("skyproxy/notebook/cells.py", "linecache.cache[filename]"): "the sources of cells, where tracebacks look",
     ("skyproxy/torch_modes.py", "torch.backends.quantized.engine"): "a setting of PyTorch's, set as users set it",
     ("skyproxy/payloads/rebuilding.py", "object.__setattr__"): "attributes of a value that is rebuilt",
-    ("skyproxy/payloads/rebuilding.py", "setattr(error, name, value)"): "attributes of an error that is rebuilt",
     ("skyproxy/patching.py", "setattr"): "the registry itself",
     ("skyproxy/pools/actors.py", "setattr(target, "): "what a decorator gives the class that it decorates",
     ("skyproxy/patching.py", "delattr"): "the registry itself",

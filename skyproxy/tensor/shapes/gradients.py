@@ -24,11 +24,11 @@ _NOTHING: Look = (None, None)
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-def _like(x: Meta) -> Meta:
+def _look_like(x: Meta) -> Meta:
     return plain_meta(x.size, x.dtype)
 
 
-def _alike(*tensors: object) -> bool:
+def _are_alike(*tensors: object) -> bool:
     """Return whether all are tensors of one floating-point dtype, and not empty, in any order of memory."""
     if not plain(*tensors):
         return False
@@ -36,7 +36,7 @@ def _alike(*tensors: object) -> bool:
     return len(dtypes) == 1 and not dtypes.isdisjoint(FLOATS)
 
 
-def _masked(mask: Sequence[bool], looks: Sequence[Meta | None]) -> RuleResult:
+def _mask_looks(mask: Sequence[bool], looks: Sequence[Meta | None]) -> RuleResult:
     """Results of which only those exist that were asked for; None where one is asked for that cannot be."""
     if len(mask) != len(looks) or any(wanted and look is None for wanted, look in zip(mask, looks, strict=True)):
         return None
@@ -58,10 +58,10 @@ def _activation(name: str, place: int) -> None:
     def backward(*args: object, **named: object) -> RuleResult:
         gradient, x = args[0], args[place]
         numbers = [a for at, a in enumerate(args) if at not in (0, place)]
-        fits = _alike(gradient, x) and all(type(a) in _NUMBERS for a in (*numbers, *named.values()))
+        fits = _are_alike(gradient, x) and all(type(a) in _NUMBERS for a in (*numbers, *named.values()))
         if not fits or type(gradient) is not Meta or type(x) is not Meta or gradient.size != x.size:
             return None
-        return in_kernel_order(name, [_like(x)], *args)
+        return in_kernel_order(name, [_look_like(x)], *args)
 
 
 _BEHIND_THE_GRADIENT = (
@@ -75,19 +75,19 @@ _activation("elu_backward", 5)
 
 @rule("glu_backward")
 def _glu(gradient: Meta, x: Meta, dim: int) -> RuleResult:
-    fits = _alike(gradient, x) and are_row_major(x) and type(dim) is int and -len(x.size) <= dim < len(x.size)
+    fits = _are_alike(gradient, x) and are_row_major(x) and type(dim) is int and -len(x.size) <= dim < len(x.size)
     if not fits or x.size[dim] % 2:
         return None
     at = dim % len(x.size)
-    return [(_like(x), None)] if gradient.size == (*x.size[:at], x.size[at] // 2, *x.size[at + 1 :]) else None
+    return [(_look_like(x), None)] if gradient.size == (*x.size[:at], x.size[at] // 2, *x.size[at + 1 :]) else None
 
 
 @rule("_prelu_kernel_backward")
 def _prelu(gradient: Meta, x: Meta, weight: Meta) -> RuleResult:
-    one_each = _alike(gradient, x, weight) and len(weight.size) == len(x.size) > 1 and gradient.size == x.size
+    one_each = _are_alike(gradient, x, weight) and len(weight.size) == len(x.size) > 1 and gradient.size == x.size
     if not one_each or any(n not in (1, m) for n, m in zip(weight.size, x.size, strict=True)):
         return None
-    return in_kernel_order("_prelu_kernel_backward", [_like(x), _like(x)], gradient, x, weight)
+    return in_kernel_order("_prelu_kernel_backward", [_look_like(x), _look_like(x)], gradient, x, weight)
 
 
 @rule("native_dropout_backward")
@@ -95,7 +95,7 @@ def _dropout(gradient: Meta, mask: Meta, scale: object) -> RuleResult:
     fits = plain(gradient, mask) and gradient.dtype in FLOATS and mask.dtype is torch.bool
     if not fits or type(scale) is not float or gradient.size != mask.size:
         return None
-    return in_kernel_order("native_dropout_backward", [_like(gradient)], gradient, mask, scale)
+    return in_kernel_order("native_dropout_backward", [_look_like(gradient)], gradient, mask, scale)
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -106,10 +106,10 @@ def _loss(name: str) -> None:
 
     @rule(name)
     def backward(gradient: Meta, x: Meta, target: Meta, *rest: object) -> RuleResult:
-        fits = _alike(gradient, x, target) and x.size == target.size and gradient.size in ((), x.size)
+        fits = _are_alike(gradient, x, target) and x.size == target.size and gradient.size in ((), x.size)
         if not fits or any(type(a) not in _NUMBERS for a in rest):
             return None
-        return in_kernel_order(name, [_like(x)], gradient, x, target, *rest)
+        return in_kernel_order(name, [_look_like(x)], gradient, x, target, *rest)
 
 
 _loss("binary_cross_entropy_backward")
@@ -136,7 +136,7 @@ def _loss_of_images_backward(
     fits = _can_be_classes(x, target, weight, reduction) and gradient.plain and gradient.dtype is x.dtype
     if not fits or gradient.size != (() if reduction else target.size):
         return None
-    return in_kernel_order("nll_loss2d_backward", [_like(x)], gradient, x)
+    return in_kernel_order("nll_loss2d_backward", [_look_like(x)], gradient, x)
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
@@ -155,11 +155,11 @@ def _layer_norm(
 ) -> RuleResult:
     parts = [t for t in (weight, bias) if t is not None]
     shape = tuple(shape)
-    fits = _alike(gradient, x, mean, deviation, *parts) and x.dtype in FULL_PRECISION and gradient.size == x.size
+    fits = _are_alike(gradient, x, mean, deviation, *parts) and x.dtype in FULL_PRECISION and gradient.size == x.size
     rank = len(x.size) - len(shape)
     if not fits or rank < 0 or x.size[rank:] != shape or any(t.size != shape for t in parts):
         return None
-    return _masked(mask, [_like(x), *(None if t is None else _like(t) for t in (weight, bias))])
+    return _mask_looks(mask, [_look_like(x), *(None if t is None else _look_like(t) for t in (weight, bias))])
 
 
 @rule("native_group_norm_backward")
@@ -176,7 +176,7 @@ def _group_norm(
     mask: Sequence[bool],
 ) -> RuleResult:
     parts = [] if weight is None else [weight]
-    fits = _alike(gradient, x, mean, deviation, *parts) and x.dtype in FULL_PRECISION and gradient.size == x.size
+    fits = _are_alike(gradient, x, mean, deviation, *parts) and x.dtype in FULL_PRECISION and gradient.size == x.size
     # The kernel reads both by one order of memory, and refuses another one.
     fits = fits and are_row_major(gradient, x) and not suggests_channels_last(x.size, x.stride)
     fits = fits and not suggests_channels_last(gradient.size, gradient.stride)
@@ -185,7 +185,7 @@ def _group_norm(
     if mean.size != (n, groups) or deviation.size != (n, groups) or any(t.size != (c,) for t in parts):
         return None
     sums = None if weight is None else plain_meta((c,), x.dtype)
-    return _masked(mask, [_like(x), sums, sums])
+    return _mask_looks(mask, [_look_like(x), sums, sums])
 
 
 @rule("native_batch_norm_backward")
@@ -205,12 +205,12 @@ def _batch_norm(
     saved = [t for t in (mean, deviation) if t is not None]
     needed = saved if training else running
     parts = [t for t in (weight, *running) if t is not None]
-    fits = _alike(gradient, x, *parts, *needed) and x.dtype in FULL_PRECISION and gradient.size == x.size
+    fits = _are_alike(gradient, x, *parts, *needed) and x.dtype in FULL_PRECISION and gradient.size == x.size
     if not fits or len(x.size) < 2 or len(needed) != 2 or any(t.size != x.size[1:2] for t in (*parts, *needed)):
         return None
     sums = plain_meta(x.size[1:2], x.dtype)
-    looks = in_kernel_order("native_batch_norm_backward", [_like(x)], gradient, x)
-    return _masked(mask, [looks[0][0], sums, sums])
+    looks = in_kernel_order("native_batch_norm_backward", [_look_like(x)], gradient, x)
+    return _mask_looks(mask, [looks[0][0], sums, sums])
 
 
 # --- windows ---------------------------------------------------------------------------------------------------------
@@ -231,29 +231,29 @@ def _convolution(
     mask: Sequence[bool],
 ) -> RuleResult:
     """The order of memory is chosen by what was convolved, and the gradient is brought into it."""
-    if not _alike(gradient, x, weight):
+    if not _are_alike(gradient, x, weight):
         return None
     if mask[2] and not mask[1]:  # oneDNN gives the gradient of weights all the same
         return None
     size = convolution_size(x, weight, stride, padding, dilation, transposed, extra, groups)
     if size is None or gradient.size != size:
         return None
-    return _masked(mask, [_like(x), _like(weight), plain_meta(size[1:2], x.dtype)])
+    return _mask_looks(mask, [_look_like(x), _look_like(weight), plain_meta(size[1:2], x.dtype)])
 
 
-def _of_images(*tensors: Meta) -> bool:
-    return _alike(*tensors) and all(len(t.size) == 4 for t in tensors)
+def _are_images(*tensors: Meta) -> bool:
+    return _are_alike(*tensors) and all(len(t.size) == 4 for t in tensors)
 
 
-def _in_format_of(x: Meta, size: tuple[int, ...], dtype: torch.dtype) -> Look:
+def _look_in_format_of(x: Meta, size: tuple[int, ...], dtype: torch.dtype) -> Look:
     stride = channels_last_stride(size) if suggests_channels_last(x.size, x.stride) else None
     return plain_meta(size, dtype, stride), None
 
 
 @rule("max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward")
 def _pooling(gradient: Meta, x: Meta, *rest: object) -> RuleResult:
-    fits = _of_images(gradient, x) and gradient.size[:2] == x.size[:2]
-    return [_in_format_of(x, x.size, x.dtype)] if fits else None
+    fits = _are_images(gradient, x) and gradient.size[:2] == x.size[:2]
+    return [_look_in_format_of(x, x.size, x.dtype)] if fits else None
 
 
 @rule("adaptive_max_pool2d_backward")
@@ -263,21 +263,21 @@ def _adaptive_pooling(gradient: Meta, x: Meta, indices: Meta) -> RuleResult:
 
 @rule("adaptive_max_pool2d")
 def _adaptive_maximum(x: Meta, area: Sequence[int]) -> RuleResult:
-    if not _of_images(x) or len(area) != 2 or not all(type(n) is int and n > 0 for n in area):
+    if not _are_images(x) or len(area) != 2 or not all(type(n) is int and n > 0 for n in area):
         return None
     size = (*x.size[:2], *area)
-    return [_in_format_of(x, size, x.dtype), _in_format_of(x, size, torch.int64)]
+    return [_look_in_format_of(x, size, x.dtype), _look_in_format_of(x, size, torch.int64)]
 
 
 @rule("upsample_nearest2d_backward upsample_bilinear2d_backward")
 def _resampling(gradient: Meta, area: Sequence[int], size: Sequence[int], *rest: object) -> RuleResult:
     found = _plain_resampling(gradient, area, size)
-    return None if found is None else [_in_format_of(gradient, tuple(size), gradient.dtype)]
+    return None if found is None else [_look_in_format_of(gradient, tuple(size), gradient.dtype)]
 
 
 @rule("upsample_bicubic2d_backward")
 def _plain_resampling(gradient: Meta, area: Sequence[int], size: Sequence[int], *rest: object) -> RuleResult:
-    fits = _of_images(gradient) and len(size) == 4 and all(type(n) is int and n > 0 for n in (*size, *area))
+    fits = _are_images(gradient) and len(size) == 4 and all(type(n) is int and n > 0 for n in (*size, *area))
     fits = fits and gradient.size == (*size[:2], *area)
     return [fresh(tuple(size), gradient.dtype)] if fits else None
 
@@ -287,7 +287,7 @@ def _padding(name: str) -> None:
 
     @rule(name)
     def backward(gradient: Meta, x: Meta, pad: Sequence[int]) -> RuleResult:
-        if not _of_images(gradient, x) or len(pad) != 4 or not all(type(n) is int and n >= 0 for n in pad):
+        if not _are_images(gradient, x) or len(pad) != 4 or not all(type(n) is int and n >= 0 for n in pad):
             return None
         size = (*x.size[:2], x.size[2] + pad[2] + pad[3], x.size[3] + pad[0] + pad[1])
         if gradient.size != size:
@@ -295,7 +295,7 @@ def _padding(name: str) -> None:
         mirrors = name.startswith("reflection")
         if mirrors and not (max(pad[:2]) < x.size[3] and max(pad[2:]) < x.size[2]):
             return None
-        return in_kernel_order(name, [_like(x)], gradient, x)
+        return in_kernel_order(name, [_look_like(x)], gradient, x)
 
 
 _padding("reflection_pad2d_backward")
@@ -304,18 +304,18 @@ _padding("replication_pad2d_backward")
 
 @rule("pixel_shuffle")
 def _pixel_shuffle(x: Meta, factor: int) -> RuleResult:
-    if not _of_images(x) or type(factor) is not int or factor < 1 or x.size[1] % (factor * factor):
+    if not _are_images(x) or type(factor) is not int or factor < 1 or x.size[1] % (factor * factor):
         return None
     n, c, h, w = x.size
-    return [_in_format_of(x, (n, c // (factor * factor), h * factor, w * factor), x.dtype)]
+    return [_look_in_format_of(x, (n, c // (factor * factor), h * factor, w * factor), x.dtype)]
 
 
 @rule("pixel_unshuffle")
 def _pixel_unshuffle(x: Meta, factor: int) -> RuleResult:
-    if not _of_images(x) or type(factor) is not int or factor < 1 or x.size[2] % factor or x.size[3] % factor:
+    if not _are_images(x) or type(factor) is not int or factor < 1 or x.size[2] % factor or x.size[3] % factor:
         return None
     n, c, h, w = x.size
-    return [_in_format_of(x, (n, c * factor * factor, h // factor, w // factor), x.dtype)]
+    return [_look_in_format_of(x, (n, c * factor * factor, h // factor, w // factor), x.dtype)]
 
 
 @rule("col2im")
@@ -328,7 +328,7 @@ def _image_of_columns(
     stride: Sequence[int],
 ) -> RuleResult:
     numbers = (area, kernel, dilation, padding, stride)
-    fits = _alike(x) and len(x.size) == 3 and all(len(a) == 2 and all(type(n) is int for n in a) for a in numbers)
+    fits = _are_alike(x) and len(x.size) == 3 and all(len(a) == 2 and all(type(n) is int for n in a) for a in numbers)
     if not fits or min(*area, *kernel, *dilation, *stride) < 1 or min(padding) < 0:
         return None
     channels, rest = divmod(x.size[1], kernel[0] * kernel[1])
@@ -339,16 +339,16 @@ def _image_of_columns(
 
 
 @rule("grid_sampler_2d")
-def _sampled(x: Meta, grid: Meta, *rest: object) -> RuleResult:
-    fits = _of_images(x, grid) and x.size[0] == grid.size[0] and grid.size[3] == 2
+def _sampling(x: Meta, grid: Meta, *rest: object) -> RuleResult:
+    fits = _are_images(x, grid) and x.size[0] == grid.size[0] and grid.size[3] == 2
     return [fresh((*x.size[:2], *grid.size[1:3]), x.dtype)] if fits else None
 
 
 @rule("grid_sampler_2d_backward")
-def _sampled_backward(
+def _sampling_backward(
     gradient: Meta, x: Meta, grid: Meta, mode: object, padding: object, aligned: object, mask: Sequence[bool]
 ) -> RuleResult:
-    fits = _of_images(gradient, x, grid) and x.size[0] == grid.size[0] and grid.size[3] == 2
+    fits = _are_images(gradient, x, grid) and x.size[0] == grid.size[0] and grid.size[3] == 2
     if not fits or gradient.size != (*x.size[:2], *grid.size[1:3]) or len(mask) != 2:
         return None
     return [fresh(x.size, x.dtype) if mask[0] else _NOTHING, fresh(grid.size, grid.dtype)]
@@ -362,7 +362,7 @@ def _flash_attention(
     gradient: Meta, query: Meta, key: Meta, value: Meta, out: Meta, sums: Meta, *rest: object, **named: object
 ) -> RuleResult:
     """The kernel works on heads beside their places, and gives the gradients back turned."""
-    if not _of_images(gradient, query, key, value, out) or gradient.size != out.size:
+    if not _are_images(gradient, query, key, value, out) or gradient.size != out.size:
         return None
     if out.size != (*query.size[:3], value.size[3]) or key.size[:3] != value.size[:3] or query.size[3] != key.size[3]:
         return None
@@ -375,25 +375,25 @@ def _flash_attention(
 
 @rule("_safe_softmax")
 def _safe_softmax(x: Meta, dim: int, dtype: torch.dtype | None = None) -> RuleResult:
-    fits = _alike(x) and dtype is None and type(dim) is int and len(x.size) > 0
+    fits = _are_alike(x) and dtype is None and type(dim) is int and len(x.size) > 0
     return [fresh(x.size, x.dtype)] if fits and -len(x.size) <= dim < len(x.size) else None
 
 
 @rule("diagonal_backward")
 def _diagonal(gradient: Meta, size: Sequence[int], *rest: object) -> RuleResult:
-    fits = _alike(gradient) and all(type(n) is int and n > 0 for n in size)
+    fits = _are_alike(gradient) and all(type(n) is int and n > 0 for n in size)
     return [fresh(tuple(size), gradient.dtype)] if fits and len(size) == len(gradient.size) + 1 else None
 
 
 @rule("unfold_backward")
 def _unfold(gradient: Meta, size: Sequence[int], *rest: object) -> RuleResult:
-    fits = _alike(gradient) and all(type(n) is int and n > 0 for n in size)
+    fits = _are_alike(gradient) and all(type(n) is int and n > 0 for n in size)
     return [fresh(tuple(size), gradient.dtype)] if fits and len(size) == len(gradient.size) - 1 else None
 
 
 @rule("_cdist_backward")
 def _distances(gradient: Meta, a: Meta, b: Meta, order: object, distances: Meta) -> RuleResult:
-    fits = _alike(gradient, a, b, distances) and len(a.size) == len(b.size) >= 2 and a.size[:-2] == b.size[:-2]
+    fits = _are_alike(gradient, a, b, distances) and len(a.size) == len(b.size) >= 2 and a.size[:-2] == b.size[:-2]
     fits = fits and a.size[-1] == b.size[-1] and gradient.size == distances.size == (*a.size[:-1], b.size[-2])
     return [fresh(a.size, a.dtype)] if fits else None
 

@@ -22,14 +22,6 @@ def _fresh_result(size: tuple[int, ...], dtype: torch.dtype) -> RuleResult:
     return [(plain_meta(size, dtype), None)]
 
 
-def _are_floats(*tensors: Meta) -> bool:
-    """Return whether all are tensors of one dtype of fractions, in any order of memory, and not empty."""
-    return all(
-        isinstance(t, Meta) and _is_float(t) and t.dtype is tensors[0].dtype  # type: ignore[redundant-expr]
-        for t in tensors
-    )
-
-
 def _is_float(x: Meta) -> bool:
     """Return whether it is a tensor of fractions in any order of memory, and not empty."""
     return x.plain and x.dtype in FLOATS and 0 not in x.size
