@@ -314,11 +314,12 @@ def test_meta_tensors_tell_what_fake_tensors_tell(part: int, sky: str, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(8))
-def test_meta_tensors_tell_what_fake_tensors_tell_of_everything(
+@pytest.mark.parametrize("part", [3, 11, 19])
+def test_meta_tensors_tell_what_fake_tensors_tell_of_many_operators(
     part: int, sky: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _check_meta_tensors(part, 8, sky, monkeypatch)
+    """With `range(24)` it is the whole operator database, by which the operators were chosen, and ten minutes."""
+    _check_meta_tensors(part, 24, sky, monkeypatch)
 
 
 def test_a_call_whose_form_depends_on_values_takes_no_meta_tensors() -> None:
