@@ -59,7 +59,7 @@ class Signature:
         reshapes: whether the op changes in place what a tensor looks like, and none of its values.
         hides_writes: whether the op may move the memory of any of its inputs, whatever its schema says.
         fills_outs: whether the op writes to `out=` arguments, which it may resize.
-        warns: whether its kernel has warned of something.
+        warns: whether its kernel is heard each time: it has warned of something, or may resize an `out=` argument.
         is_forgotten: whether the client needs it no more.
     """
 
@@ -85,7 +85,7 @@ class Signature:
         self.hides_writes = name.partition(".")[0] == "aten::set_"  # the source's memory moves where it must grow
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
         self.reshapes = torch.Tag.inplace_view in overload.tags
-        self.fills_outs = any(argument.is_out for argument in schema.arguments)
+        self.fills_outs = self.warns = any(argument.is_out for argument in schema.arguments)
         arguments = {argument.name: argument for argument in schema.arguments}
         names = list(arguments)
         if len(positional) > len(names):
