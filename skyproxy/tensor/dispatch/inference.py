@@ -29,6 +29,7 @@ from skyproxy.tensor.core.torch_private import (
 )
 from skyproxy.tensor.dispatch.fake_tensors import fake_mode, fake_tensor
 from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, OpInfo
+from skyproxy.tensor.shapes.elementwise import broadcast_sizes
 from skyproxy.tensor.shapes.kernel_strides import corrected, corrected_lists
 from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
 
@@ -210,13 +211,22 @@ def infer(call: BoundCall) -> Entry | None:
         found = _ask_rule(call)
         if found is not None:
             return Entry.of_rule(found, has_tensors=bool(call.tensors))
-    if call.info.writes and tuple(call.key) in _refused:
+    if call.info.writes and (_outgrows_target(call) or tuple(call.key) in _refused):
         return None
     if call.info.name in _FILLS_EMPTY and any(0 in call.tensors[i]._sky.meta.size for i in written_tensors(call)):
         return None
     if call.info.columns:
         return _infer_columns(call)
     return _infer_by_fake(call)
+
+
+def _outgrows_target(call: BoundCall) -> bool:
+    """Return whether operands do not fit into the changed tensor: the worker refuses, fake kernels warn and resize."""
+    if call.info.reshapes or call.info.writes != call.info.names[:1]:
+        return False
+    rows = zip(*(a for a in call.args if type(a) in (list, tuple))) if call.info.for_each else [call.tensors]
+    sizes = ([a.shape for a in row if isinstance(a, torch.Tensor)] for row in rows)
+    return any(broadcast_sizes(row) not in (None, row[0]) for row in sizes if row)
 
 
 def _has_mask(call: BoundCall) -> bool:
