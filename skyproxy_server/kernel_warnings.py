@@ -27,9 +27,12 @@ class KernelWarning(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Warnings of the operation that this thread runs, so far; None where nobody listens."""
+    """Warnings of the operation that this thread runs, so far; None where nobody listens. And its number to listen by,
+    which takes longer to make than to use.
+    """
 
     found: list[KernelWarning] | None = None
+    number: torch.Tensor | None = None
 
 
 _thread = _Thread()
@@ -50,11 +53,15 @@ def collect(function: Callable[[], _T], found: list[KernelWarning]) -> _T:
         results.append(function())
         return 0.0
 
-    outer, _thread.found = _thread.found, found
+    outer, number = _thread.found, _thread.number
+    if number is None:
+        number = torch.zeros((), dtype=torch.float64)
+    # Whoever calls us meanwhile, in this thread, makes one of their own.
+    _thread.found, _thread.number = found, None
     try:
-        torch.zeros((), dtype=torch.float64).apply_(call)
+        number.apply_(call)
     finally:
-        _thread.found = outer
+        _thread.found, _thread.number = outer, number
     return results[0]
 
 

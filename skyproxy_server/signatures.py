@@ -7,7 +7,7 @@ the client. Keyword names come from the op's schema.
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,13 +214,15 @@ class Signature:
         return handler
 
     @staticmethod
-    def _slots(places: list[tuple[int, bool]], stream: list[Any], position: int) -> Iterator[int]:
+    def _slots(places: list[tuple[int, bool]], stream: list[Any], position: int) -> list[int]:
+        slots: list[int] = []
         for offset, several in places:
             operand = stream[position + offset]
             if several:
-                yield from operand
+                slots += operand
             else:
-                yield operand
+                slots.append(operand)
+        return slots
 
     def input_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots that the op at `position` reads or writes, without None's."""
@@ -228,11 +230,16 @@ class Signature:
 
     def all_input_slots(self, stream: list[object], position: int) -> list[int]:
         """The same with None's, which are 0: where None stands makes another op of the others."""
-        return list(self._slots(self._inputs, stream, position))
+        return self._slots(self._inputs, stream, position)
 
     def written_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots whose tensors the op changes in place."""
         return [slot for slot in self._slots(self._writes, stream, position) if slot]
+
+    @property
+    def changes_inputs(self) -> bool:
+        """True if afterwards a tensor that the op reads may look otherwise, or lie in another memory."""
+        return bool(self._writes) or self.hides_writes
 
     def changed_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots whose memory must be in nobody else's use while the op runs."""
@@ -240,7 +247,7 @@ class Signature:
 
     def output_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots that the op fills."""
-        return list(self._slots(self._outputs, stream, position))
+        return self._slots(self._outputs, stream, position)
 
     def inline_operands(self, stream: list[object], position: int) -> tuple[object, ...]:
         """Return what of the op's inline numbers can shape its results, hashable: the value of some, of others the

@@ -63,37 +63,47 @@ class Verification:
     def _verify(
         self, signature: Signature, slots: dict[int, object], stream: list[Any], at: int, described: list[object]
     ) -> int:
-        outputs = signature.output_slots(stream, at)
-        written = signature.written_slots(stream, at)
-        count = len(outputs) + len(written)
-        if len(described) < count:
-            raise ProtocolError(f"{signature.name} has {count} outputs, {len(described)} were described")
-        expected = decode_all(described[:count])
-        key = self._input_key(signature, stream, at)
-        read = [slots.get(slot) for slot in signature.input_slots(stream, at)]
-        if len(described) > count:
-            check_inputs(signature.name, read, described[count:])
-        memory = {storage_key(tensor) for tensor in read if isinstance(tensor, torch.Tensor)}
+        filled = [*signature.output_slots(stream, at), *signature.written_slots(stream, at)]
+        if len(described) < len(filled):
+            raise ProtocolError(f"{signature.name} has {len(filled)} outputs, {len(described)} were described")
+        given = [slots.get(slot) if slot else None for slot in signature.all_input_slots(stream, at)]
+        if len(described) > len(filled):
+            check_inputs(signature.name, given, described[len(filled) :])
+        # What nearly all results need nothing of: what an op does not change can be looked at afterwards, too.
+        before = self._looks_of(signature, stream, at, given) if signature.changes_inputs else None
         following = self._ops.run_listening(signature, slots, stream, at)
-        mended = False
-        for number, (slot, description) in enumerate(zip([*outputs, *written], expected, strict=True)):
-            if slot:
-                value = slots[slot]
-                known = isinstance(value, torch.Tensor) and storage_key(value) in memory
-                fresh = number < len(outputs) and not known
-                mended |= conform(slots, slot, description, fresh=fresh, written=number >= len(outputs))
-        if mended:
-            self._conform_from_now_on(stream[at], signature, key, expected)
+        if not all(not slot or _is_believed(slots[slot], fields) for slot, fields in zip(filled, described)):
+            key, memory = before or self._looks_of(signature, stream, at, given)
+            expected = decode_all(described[: len(filled)])
+            count = len(signature.output_slots(stream, at))
+            mended = False
+            for number, (slot, description) in enumerate(zip(filled, expected, strict=True)):
+                if slot:
+                    value = slots[slot]
+                    known = isinstance(value, torch.Tensor) and storage_key(value) in memory
+                    fresh = number < count and not known
+                    mended |= conform(slots, slot, description, fresh=fresh, written=number >= count)
+            if mended:
+                self._conform_from_now_on(stream[at], signature, key, expected)
         return following
+
+    def _looks_of(
+        self, signature: Signature, stream: list[object], at: int, given: list[object]
+    ) -> tuple[Hashable, set[int | None]]:
+        """Return the key of an op's inputs, and the memory that they lie in."""
+        memory = {storage_key(tensor) for tensor in given if isinstance(tensor, torch.Tensor)}
+        return self._key_of(signature, stream, at, given), memory
 
     def _input_key(self, signature: Signature, stream: list[object], position: int) -> Hashable:
         """Return what the worker knows of an op's inputs that can shape its results."""
         slots = self._values.slots
+        given = [slots.get(slot) if slot else None for slot in signature.all_input_slots(stream, position)]
+        return self._key_of(signature, stream, position, given)
+
+    def _key_of(self, signature: Signature, stream: list[object], position: int, given: list[object]) -> Hashable:
         looks = tuple(
-            torch_codec.describe(value)
-            if isinstance(value := slots.get(slot), torch.Tensor) and not value.is_nested
-            else None
-            for slot in signature.all_input_slots(stream, position)
+            torch_codec.describe(value) if isinstance(value, torch.Tensor) and not value.is_nested else None
+            for value in given
         )
         # Other modes may choose other kernels, which may lay out their results differently.
         return looks, signature.inline_operands(stream, position), self._modes.record
@@ -166,3 +176,7 @@ class Verification:
             return following
 
         return handler
+
+
+def _is_believed(value: object, fields: object) -> bool:
+    return isinstance(value, torch.Tensor) and torch_codec.is_described(value, fields)
