@@ -10,7 +10,7 @@ import torch
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Failure, Message, Reply, Sequence
 from skyproxy.settings import SETTINGS
-from skyproxy.torch_codec import Description, describe, encode_description
+from skyproxy.torch_codec import Description, describe, encode_description, is_described
 from skyproxy_server.executor import Executor
 from skyproxy_server.transfers import Transfers
 
@@ -199,3 +199,49 @@ def test_where_none_stands_among_the_inputs_tells_calls_apart(worker: Worker) ->
     assert worker[3].stride() == (1, 2)
     assert worker[4].shape == (2, 3)
     assert worker[4].stride() == (3, 1)
+
+
+def test_a_belief_that_is_true_is_decoded_nowhere(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[object] = []
+    for module in ("verification.decode_all", "layouts.torch_codec.decode_description"):
+        monkeypatch.setattr(f"skyproxy_server.{module}", decoded.append)
+    worker[1] = torch.arange(6.0).view(2, 3).t()
+    look = encode_description(describe(worker[1]))
+    worker.run(EXPECT, [look, look, look], ADD, 1, 1, 0.5, 1)  # the result takes its argument's place
+    assert torch.equal(worker[1], torch.arange(6.0).view(2, 3).t() * 1.5)
+    assert not decoded
+
+
+def test_a_result_in_the_place_of_its_argument_is_mended_for_such_arguments(worker: Worker) -> None:
+    worker[1] = worker[2] = torch.arange(6.0).view(2, 3)
+    believed = _expectation(worker[1], stride=(1, 2))
+    worker.run(*believed, ADD, 1, 1, 0.5, 1)
+    worker.run(ADD, 2, 2, 0.5, 2)
+    assert worker[1].stride() == worker[2].stride() == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3),
+        torch.arange(6.0).view(2, 3).t()[1:],
+        torch.ones((), dtype=torch.bfloat16),
+        torch.ones(0, 3),
+    ],
+    ids=["plain", "a window of a transposed one", "a number", "empty"],
+)
+def test_a_plain_tensor_is_told_from_others_without_decoding(tensor: torch.Tensor) -> None:
+    look = encode_description(describe(tensor))
+    assert is_described(tensor, look)
+    changed = [["int8"], [[*tensor.shape, 1]], [[*tensor.stride(), 1]], [tensor.storage_offset() + 1]]
+    assert not any(is_described(tensor, [*look[:at], *change, *look[at + 1 :]]) for at, change in enumerate(changed))
+    assert not any(is_described(tensor, fields) for fields in (None, 1, [], look[:3], [*look, "strided", False, False]))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2, dtype=torch.cfloat).conj(), torch.ones(2, dtype=torch.cfloat).conj().imag, torch.eye(2).to_sparse()],
+    ids=["conjugate", "negative", "sparse"],
+)
+def test_tensors_of_other_kinds_are_left_to_the_whole_comparison(tensor: torch.Tensor) -> None:
+    assert not is_described(tensor, encode_description(describe(tensor))[:4])
