@@ -2,7 +2,7 @@
 
 PyTorch divides them above autograd, for its derivatives are those of the parts. Where nothing is differentiated, in
 `torch.no_grad()` or because no argument requires a gradient or has a tangent, the worker's own kernel does the same
-work, to the last bit.
+work, to the last bit. And composites that CPUs divide otherwise than accelerators, for workers on CPUs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from skyproxy.tensor.core.torch_private import (
     is_forward_ad_active,
 )
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 from skyproxy.tensor.ops.nested_batches import NestedBatch
 
 aten = torch.ops.aten
@@ -82,8 +83,26 @@ def _max_pool1d(x: torch.Tensor, *options: Any, **named: Any) -> object:
     return aten.max_pool1d.default._op_dk(_COMPOSITE, x, *options, **named)
 
 
+def _dropout(input: torch.Tensor, p: float, train: bool) -> object:
+    """`aten::dropout` on a CPU worker in the CPU's form: accelerators scale by another rounding, also in gradients.
+
+    ATen takes its fused kernel for devices such as ours, which CPUs do not use.
+    """
+    ours = isinstance(input, RemoteTensor) or (type(input) is torch.Tensor and _function_transforms() is not None)
+    if not ours or not train or not 0 < p < 1 or not input.numel() or DEVICES.of(input.device).place[0] != "cpu":
+        return aten.dropout.default._op_dk(_COMPOSITE, input, p, train)
+    return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+
+
+@implements("aten::dropout")
+def _undivided_dropout(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """In inference mode the op arrives here undecomposed."""
+    return _dropout(*args, **kwargs)
+
+
 def install(library: torch.library.Library) -> None:
     """Puts the choice before PyTorch's division."""
+    library.impl(aten.dropout.default, _dropout, "AutogradPrivateUse1")
     library.impl(aten.one_hot.default, _one_hot, "AutogradPrivateUse1")
     library.impl(aten.max_pool1d.default, _max_pool1d, "AutogradPrivateUse1")
     for op in (aten.linear.default, aten.matmul.default):

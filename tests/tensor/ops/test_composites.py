@@ -201,3 +201,26 @@ def test_pooling_along_one_dimension_is_the_kernel_that_the_cpu_takes(
                 assert ours.stride() == theirs.stride()
                 assert (ours._base is None) == (theirs._base is None)
                 assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dropout_rounds_as_the_cpu_does_with_every_probability(dtype: torch.dtype, sky1: str) -> None:
+    """Accelerators scale by a number in float32 what CPUs multiply by one of the tensor's dtype."""
+    x = torch.linspace(-3, 3, 96).reshape(2, 3, 4, 4).to(dtype)
+    for p in (0.0, 0.1, 0.15, 0.42, 0.5, 0.71, 1.0):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            found = []
+            for device in ("cpu", sky1):
+                leaf = x.to(device, memory_format=layout, copy=True).requires_grad_()
+                torch.manual_seed(5)
+                result = F.dropout(leaf, p)
+                (first,) = torch.autograd.grad(result.pow(3).sum(), leaf, create_graph=True)
+                first.square().sum().backward()
+                with torch.inference_mode():
+                    whole = F.dropout(leaf, p)
+                found.append([result.detach(), first.detach(), leaf.grad, whole])
+                found[-1].append(result.grad_fn and result.grad_fn.name())
+            assert found[0].pop() == found[1].pop()
+            for expected, remote in zip(*found, strict=True):
+                assert remote.stride() == expected.stride()
+                assert torch.equal(remote.cpu(), expected), (p, layout)
