@@ -6,7 +6,8 @@ Both import this file by its name from the current folder, so copy it there:
     TRANSFORMERS_TEST_DEVICE_SPEC=sky_spec.py python -m pytest tests/models/qwen2
     DIFFUSERS_TEST_DEVICE_SPEC=sky_spec.py python -m pytest tests/schedulers
 
-`SKYPROXY_TEST_DEVICE` names another device than `sky:0`.
+`SKYPROXY_TEST_DEVICE` names another device than `sky`, which is `sky:0`. The name has no number by default, for tests
+of transformers add one to it themselves (`torch.device(name, 0)`, `f"{name}:0"`); with `sky:1` they fail.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from skyproxy.tensor.torch_api import sky_module as _sky
 
-DEVICE_NAME = os.environ.get("SKYPROXY_TEST_DEVICE", "sky:0")
+DEVICE_NAME = os.environ.get("SKYPROXY_TEST_DEVICE", "sky")
 SUPPORTS_TRAINING = True
 """diffusers leaves out its tests of training where this is false."""
 

@@ -17,18 +17,20 @@ from tests.integration.programs import ROOT
 TRANSFORMERS = """
 from transformers import testing_utils
 import torch
-assert testing_utils.torch_device == "sky:0"
+assert testing_utils.torch_device == "sky"
+assert torch.ones(1, device=testing_utils.torch_device).device == torch.device(testing_utils.torch_device, 0)
 testing_utils.backend_manual_seed(testing_utils.torch_device, 3)
 first = torch.randn(2, device=testing_utils.torch_device).tolist()
 torch.manual_seed(3)
 assert torch.randn(2, device="sky:0").tolist() == first
 testing_utils.backend_empty_cache(testing_utils.torch_device)
+assert torch.device(f"{testing_utils.torch_device}:0").index == 0  # as its tests of loading and offloading write it
 assert testing_utils.backend_device_count(testing_utils.torch_device) == 1
 """
 DIFFUSERS = """
 from diffusers.utils import testing_utils
 import torch
-assert testing_utils.torch_device == "sky:0"
+assert testing_utils.torch_device == "sky"
 testing_utils.backend_manual_seed(testing_utils.torch_device, 3)
 testing_utils.backend_reset_peak_memory_stats(testing_utils.torch_device)
 x = torch.ones(1000, device="sky:0")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from skyproxy import torch_versions
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import channels_last_stride
 from skyproxy.tensor.shapes.kernel_strides import in_kernel_order
@@ -19,6 +20,8 @@ from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain
 from skyproxy.tensor.shapes.strides import suggests_channels_last
 from skyproxy.tensor.shapes.windows import RULES, convolution_size
 
+_TAKES_ANY_ORDER = torch_versions.minor(torch.__version__) >= (2, 15)
+"""Up to 2.14, the kernel for gradients of group norms reads both its tensors by one order of memory."""
 _NOTHING: Look = (None, None)
 """The look of a gradient that nobody asked for."""
 _NUMBERS = frozenset({int, float, bool, type(None)})
@@ -177,15 +180,16 @@ def _group_norm(
 ) -> RuleResult:
     parts = [] if weight is None else [weight]
     fits = _are_alike(gradient, x, mean, deviation, *parts) and x.dtype in FULL_PRECISION and gradient.size == x.size
-    # The kernel reads both by one order of memory, and refuses another one.
-    fits = fits and are_row_major(gradient, x) and not suggests_channels_last(x.size, x.stride)
-    fits = fits and not suggests_channels_last(gradient.size, gradient.stride)
+    if not _TAKES_ANY_ORDER:
+        fits = fits and are_row_major(gradient, x) and not suggests_channels_last(x.size, x.stride)
+        fits = fits and not suggests_channels_last(gradient.size, gradient.stride)
     if not fits or len(x.size) < 2 or x.size[:2] != (n, c) or groups < 1 or c % groups:
         return None
     if mean.size != (n, groups) or deviation.size != (n, groups) or any(t.size != (c,) for t in parts):
         return None
     sums = None if weight is None else plain_meta((c,), x.dtype)
-    return _mask_looks(mask, [_look_like(x), sums, sums])
+    looks = in_kernel_order("native_group_norm_backward", [_look_like(x)], gradient, x)
+    return _mask_looks(mask, [looks[0][0], sums, sums])
 
 
 @rule("native_batch_norm_backward")
