@@ -84,3 +84,19 @@ def test_batches_of_graphs_move_and_are_pooled(pool: Any, sky1: str) -> None:
     local, remote = Batch.from_data_list(graphs), Batch.from_data_list(graphs).to(sky1)
     assert remote.x.device == torch.device(sky1)
     assert torch.equal(pool(remote.x, remote.batch).cpu(), pool(local.x, local.batch))
+
+
+def test_a_graph_u_net_trains_as_it_does_here(sky1: str) -> None:
+    """Its pooling turns sorted rows into row pointers, by an operator of PyTorch that workers do not have."""
+    found = []
+    for device in ("cpu", sky1):
+        torch.manual_seed(0)
+        net = nn.GraphUNet(8, 8, 4, depth=2).to(device)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(FEATURES.to(device), EDGES.to(device)), LABELS.to(device))
+            loss.backward()
+            optimizer.step()
+        found.append([loss, *net.parameters()])
+    assert all(torch.equal(ours.cpu(), theirs) for theirs, ours in zip(*found, strict=True))

@@ -7,6 +7,7 @@ work, to the last bit. And composites that CPUs divide otherwise than accelerato
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -98,6 +99,35 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> object:
 def _undivided_dropout(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """In inference mode the op arrives here undecomposed."""
     return _dropout(*args, **kwargs)
+
+
+@implements("aten::_convert_indices_from_coo_to_csr")
+def _compress_indices(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Row pointers of sorted rows, as torch_geometric asks for them.
+
+    PyTorch's kernel writes where its input says, so workers do not have it; searching gives the same.
+    """
+    rows, size = args
+    if rows.dim() != 1:
+        raise RuntimeError(f"Input is supposed to be a vector, but got {rows.dim()} dimensional tensor.")
+    places = torch.arange(size + 1, dtype=rows.dtype, device=rows.device)
+    return torch.searchsorted(rows.contiguous(), places, **kwargs)
+
+
+@implements("aten::_convert_indices_from_csr_to_coo")
+def _expand_indices(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Indices of each element, (dimensions, elements), of row pointers and columns, with any number of batches."""
+    pointers, columns = args
+    *batch, rows = pointers.shape
+    rows -= 1
+    elements = columns.numel()
+    lines = torch.arange(math.prod(batch) * rows, device=columns.device)
+    lines = lines.repeat_interleave(pointers.diff().flatten(), output_size=elements)
+    pair = [lines.remainder(rows), columns.flatten()]
+    if kwargs.pop("transpose", False):
+        pair.reverse()
+    outer = torch.unravel_index(lines // rows, batch) if batch else ()
+    return torch.stack([*outer, *pair]).to(torch.int32 if kwargs.get("out_int32") else torch.int64)
 
 
 def install(library: torch.library.Library) -> None:

@@ -224,3 +224,27 @@ def test_dropout_rounds_as_the_cpu_does_with_every_probability(dtype: torch.dtyp
             for expected, remote in zip(*found, strict=True):
                 assert remote.stride() == expected.stride()
                 assert torch.equal(remote.cpu(), expected), (p, layout)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("rows", [[], [0], [2, 2, 2], [0, 0, 1, 3, 3, 5]])
+def test_indices_are_compressed_and_expanded_as_here(rows: list[int], narrow: bool, sky1: str) -> None:
+    local = torch.tensor(rows, dtype=torch.int64)
+    remote, waits = local.to(sky1), torch.sky.stats()["round_trips"]
+    pointers = [torch._convert_indices_from_coo_to_csr(x, 7, out_int32=narrow) for x in (local, remote)]
+    pairs = [
+        torch._convert_indices_from_csr_to_coo(p.long(), x, out_int32=narrow, transpose=transposed)
+        for transposed in (False, True)
+        for p, x in zip(pointers, (local, remote), strict=True)
+    ]
+    assert torch.sky.stats()["round_trips"] == waits
+    for expected, found in (pointers, pairs[:2], pairs[2:]):
+        assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+        assert torch.equal(found.cpu(), expected)
+
+
+def test_indices_of_several_matrices_are_expanded_as_here(sky1: str) -> None:
+    pointers = torch.tensor([[[0, 1, 3], [0, 2, 3]], [[0, 0, 3], [0, 3, 3]], [[0, 0, 3], [0, 3, 3]]])
+    columns = torch.arange(18).reshape(3, 2, 3)
+    expected = torch._convert_indices_from_csr_to_coo(pointers, columns)
+    assert torch.equal(torch._convert_indices_from_csr_to_coo(pointers.to(sky1), columns.to(sky1)).cpu(), expected)
