@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
 from typing import Any
 
 from skyproxy.protocol import commands
@@ -11,7 +11,7 @@ Place = tuple[int, int, int]
 """A number of items of the stream, one of items of the lines, and one of buffers."""
 
 
-def find_cut(stream: list[Any], widths: Mapping[int, int], limit: int, recorded: Place) -> Place:
+def find_cut(stream: list[Any], positions: list[int], limit: int, recorded: Place) -> Place:
     """Return how much of a stream to send.
 
     The command with the smallest hash in the second half of the limit starts the next batch. So the cuts follow
@@ -21,24 +21,26 @@ def find_cut(stream: list[Any], widths: Mapping[int, int], limit: int, recorded:
 
     Args:
         stream: commands.
-        widths: how many operands each command takes.
+        positions: where each of them begins, see `commands.walk`.
         limit: the length of stream from which a batch is sent.
         recorded: all that there is.
     """
-    earliest = limit // 2
-    count, line_count, _ = recorded
-    lines = buffers = number = 0
-    best, smallest = recorded, 1 << 32
-    for position in commands.walk(stream, widths, count):
-        is_attached = number == commands.EXPECT  # which belongs to the command behind it
-        number = stream[position]
-        if earliest <= position < limit and not is_attached:
-            operand = stream[position + 1]
-            mixed = (number * 0x9E3779B1 + (operand * 0x85EBCA6B if type(operand) is int else 0)) & 0xFFFFFFFF
-            if mixed < smallest:
-                best, smallest = (position, lines, buffers), mixed
-        if number >= commands.FIRST_SIGNATURE:
-            lines += 2
-        elif number == commands.UPLOAD:
-            buffers += 1
-    return best if lines == line_count else recorded
+    numbers = [stream[position] for position in positions]
+    if 2 * _count_ops(numbers) != recorded[1]:
+        return recorded
+    best, smallest = len(positions), 1 << 32
+    for index in range(bisect_left(positions, limit // 2), bisect_left(positions, limit)):
+        if index and numbers[index - 1] == commands.EXPECT:  # which belongs to the command behind it
+            continue
+        operand = stream[positions[index] + 1]
+        mixed = (numbers[index] * 0x9E3779B1 + (operand * 0x85EBCA6B if type(operand) is int else 0)) & 0xFFFFFFFF
+        if mixed < smallest:
+            best, smallest = index, mixed
+    if best == len(positions):
+        return recorded
+    before = numbers[:best]
+    return positions[best], 2 * _count_ops(before), before.count(commands.UPLOAD)
+
+
+def _count_ops(numbers: list[int]) -> int:
+    return sum(map(commands.FIRST_SIGNATURE.__le__, numbers))

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
+from itertools import filterfalse
 from operator import call
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,10 @@ _CUT_AT_BYTES = 1 << 20
 """Bytes of small uploads from which a batch is sent without being asked for; far below what a frame may have."""
 _MANY_FREE = 8192
 """Free slots from which the largest are worth forgetting."""
+_MANY_TENSORS = 1024
+"""Tensors in one command from which its batch ends with it."""
+_SLOTS_AHEAD = 1024
+"""Slots that `held` has beyond the largest that is in use: more than threads that could take one at the same time."""
 _ITEMS_A_COMMAND = 4
 """Items of the stream that a command takes, as a rule."""
 
@@ -55,6 +60,8 @@ class Recorder:
         free: slots that no tensor has, as a heap: the smallest is given out first. So what a loop records depends on
             which tensors live and on nothing else, and its batches come again.
         dirty: slots whose tensors died since the last batch, whether they were given out again or not.
+        held: for each slot, whether a tensor has it; what is in `free` is not held. With it, finding which of the dirty
+            slots are still free takes as long as there are dirty ones, however many are free.
         widths: how many operands each command takes; ops are added as they are defined.
         limit: the length of `stream` from which it is time to call `send_some`.
         emit: puts one whole command into the stream: `emit((number, *operands))`. It is the list's own `extend`, so it
@@ -90,10 +97,11 @@ class Recorder:
         self.lines: list[Any] = []
         self.dirty: list[int] = []
         self.free: list[int] = []
+        self.held: list[bool] = [True] * _SLOTS_AHEAD
         self.widths = commands.width_table()
         self.emit: Callable[[Iterable[object]], None] = self.stream.extend
         self.emit_line: Callable[[Iterable[object]], None] = self.lines.extend
-        self.drop_slot = _slot_dropper(self.free, self.dirty)
+        self.drop_slot = _slot_dropper(self.free, self.dirty, self.held)
         self.hidden_writes = 0
         self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
         self._last_limit = max(settings.max_loop_batch_commands * _ITEMS_A_COMMAND, self._first_limit)
@@ -101,12 +109,13 @@ class Recorder:
         self._wait_for_outcome = wait_for_outcome if settings.launch_blocking else None
         if self._wait_for_outcome is not None:
             self._first_limit = self._last_limit = -1
-        self.limit = self._first_limit
+        self.limit = self._limit_then = self._first_limit
         self._repeats = Repeats(self.widths)
         self._sent_ops = 0
         self._buffers: list[Buffer] = []
         self._buffered_bytes = 0
         self._taken: list[int] = []
+        self._died = 0
         self._send = send
         self._unacked = unacked
         self._max_in_flight = settings.max_in_flight_bytes
@@ -144,7 +153,8 @@ class Recorder:
         # No call may end between these statements: Ctrl-C strikes, and threads switch, only after calls.
         free = self.free
         if free:
-            handle.slot = free[0]
+            handle.slot = slot = free[0]
+            self.held[slot] = True
             heappop(free)
         else:
             self.take_unused_slot(handle)
@@ -160,7 +170,10 @@ class Recorder:
                 f"this session holds {self._max_handles} values on its worker, which is its limit. Delete tensors that "
                 "are no longer needed, or set SKYPROXY_MAX_HANDLES."
             )
-        handle.slot = self._top = self._top + 1
+        if len(self.held) <= self._top + _SLOTS_AHEAD:
+            self.held.extend([True] * len(self.held))
+        handle.slot = self._top = slot = self._top + 1
+        self.held[slot] = True
 
     def take_free_slots(self, count: int) -> list[int]:
         """Take so many free slots; none if there are fewer. Call it shielded: Ctrl-C would lose what was taken."""
@@ -173,6 +186,8 @@ class Recorder:
             for slot in slots:
                 heappush(free, slot)
             return []
+        for slot in slots:
+            self.held[slot] = True
         return slots
 
     @property
@@ -300,6 +315,15 @@ class Recorder:
         if self._wait_for_outcome is not None:
             self._wait_for_outcome()
 
+    def weigh(self, tensors: int) -> None:
+        """End the batch with the command that is being recorded, if it is about so many tensors that it is worth it.
+
+        The stream grows by one list for it, and the worker has as much to do as for many commands. It depends on the
+        command alone, so that a loop is cut in the same places each time.
+        """
+        if tensors >= _MANY_TENSORS and self.limit >= 0:
+            self._limit_then, self.limit = self.limit, -1
+
     def send_if_due(self) -> None:
         """Send some, if enough was recorded.
 
@@ -315,6 +339,10 @@ class Recorder:
             self.flush()
             return
         with self._lock:
+            if self.limit < 0:
+                self.limit = self._limit_then
+                while self.stream or self.dirty or self._outgoing is not None:
+                    self._send_next(whole=True)
             while len(self.stream) > self.limit:
                 self._send_next(whole=False)
                 self.limit = min(self.limit * 2, self._last_limit)
@@ -354,14 +382,15 @@ class Recorder:
 
     def _cut(self, whole: bool) -> None:
         self._release()
-        if whole:
-            count, line_count, buffer_count = len(self.stream), len(self.lines), len(self._buffers)
-        else:
-            recorded = len(self.stream), len(self.lines), len(self._buffers)
-            count, line_count, buffer_count = find_cut(self.stream, self.widths, self.limit, recorded)
+        place = recorded = len(self.stream), len(self.lines), len(self._buffers)
+        positions = None
+        if not whole:
+            positions = commands.walk(self.stream, self.widths, recorded[0])
+            place = find_cut(self.stream, positions, self.limit, recorded)
+        count, line_count, buffer_count = place
         stream, buffers, seen = self.stream[:count], self._buffers[:buffer_count], self._repeats.seen
         sequence = Sequence(self._sequence + 1)
-        message, key, known = self._repeats.choose(sequence, stream, tuple(buffers))
+        message, key, known = self._repeats.choose(sequence, stream, tuple(buffers), positions)
         sent = RecordedBatch(sequence, stream, self.lines[:line_count])
         buffered = sum(map(len, buffers))
         # There must be no call between these statements: Ctrl-C strikes only after calls, and would lose or repeat
@@ -376,27 +405,40 @@ class Recorder:
         self._sequence += 1
 
     def _release(self) -> None:
-        """Records that the worker may forget the values of dead tensors, but for those that were written over."""
-        # A slot that is being released is given to nobody. As in `take_slot`, no call may end between taking and
-        # marking; what Ctrl-C leaves in `_taken` goes back with the next batch.
+        """Records that the worker may forget the values of dead tensors, but for those that were written over.
+
+        Its cost is that of the dead ones: of the free slots, which may be very many, only the list is moved.
+        """
+        dead = self.dirty[:]
+        in_order = not self._taken  # else Ctrl-C left something there
+        releasing: list[int] = []
+        are_free = filterfalse(self.held.__getitem__, dead)
+        # A slot that is being released is given to nobody. As in `take_slot`, no call may end between these statements,
+        # so that what is not held lies in `_taken`; what Ctrl-C leaves there goes back with the next batch.
         self._taken += self.free
         del self.free[:]
-        dead = self.dirty[:]
-        releasing = sorted(set(dead).intersection(self._taken))
+        releasing += are_free
         if releasing:
-            self.stream.extend((commands.RELEASE, releasing))
+            self.stream.extend((commands.RELEASE, sorted(set(releasing))))
         del self.dirty[: len(dead)]
-        if len(self._taken) > _MANY_FREE:
+        self._died += len(dead)
+        if len(self._taken) > _MANY_FREE and self._died >= len(self._taken):
+            self._died = 0
             self._forget_top()
+            in_order = True
+        # Nor between these: what was a heap is still one where nothing came to it.
+        in_order = in_order and not self.free
         self.free += self._taken
         self._taken = []
-        heapify(self.free)
+        if not in_order:
+            heapify(self.free)
 
     def _forget_top(self) -> None:
         """Makes the largest of the free slots ones that were never used: a program that once held very many tensors is
         then as quick, and as small, as it was before.
 
-        Called while `free` is empty, so that whoever needs a slot meanwhile takes an unused one.
+        Called while `free` is empty, so that whoever needs a slot meanwhile takes an unused one; and no more often than
+        as many tensors have died as are looked through.
         """
         kept = sorted(self._taken)
         top = seen = self._top
@@ -476,15 +518,18 @@ class Recorder:
     def release_now(self, slot: int) -> None:
         """Forgets a large value at this very place of the stream, and takes its slot back."""
         self.stream.extend((self._release_command, [slot]))
+        self.held[slot] = False
         self._push(self.free, slot)
 
 
-def _slot_dropper(free: list[int], dirty: list[int]) -> Callable[[int], None]:
+def _slot_dropper(free: list[int], dirty: list[int], held: list[bool]) -> Callable[[int], None]:
     # Names of this module may be gone when the last tensors die.
     push, mark = heappush, dirty.append
 
     def drop_slot(slot: int) -> None:
-        # In this order: a slot that was marked first could be looked at, and forgotten, before it is free.
+        # In this order: a slot that was marked first could be looked at, and forgotten, before it is free. No call ends
+        # between the first two.
+        held[slot] = False
         push(free, slot)
         mark(slot)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
+from itertools import compress, count
 from typing import Any, NamedTuple
 
 import msgpack
@@ -19,26 +20,35 @@ from skyproxy.protocol.messages import MAX_NAMES, Batch, Buffer, NamedBatch, Rep
 _SMALLEST = 24
 """Streams shorter than this are not worth a name."""
 _REQUESTS = frozenset({commands.FETCH, commands.CALL, commands.DESCRIBE})
+_VARIABLE = frozenset({float, list})
+"""The types of what may differ from one time to the next."""
 
 
-def holes_of(stream: list[Any], widths: dict[int, int]) -> list[int]:
-    """The positions in a stream that may differ although the program does the same thing again.
+def holes_of(stream: list[Any], positions: list[int]) -> list[int]:
+    """The places in a stream that may differ although the program does the same thing again.
 
     Fractions (learning rates, bias corrections), lists of them, and the numbers of requests.
+
+    Args:
+        stream: commands.
+        positions: where each of them begins; those beyond the stream's end are passed over.
     """
     holes = [
         i
-        for i, item in enumerate(stream)
-        if type(item) is float or (type(item) is list and item and type(item[0]) is float)
+        for i in compress(count(), map(_VARIABLE.__contains__, map(type, stream)))
+        if type(stream[i]) is float or (stream[i] and type(stream[i][0]) is float)
     ]
+    end = len(stream)
+    numbers = [stream[at] for at in positions if at < end]
+    if _REQUESTS.isdisjoint(numbers):
+        return holes
     requests = []
-    for at in commands.walk(stream, widths):
-        number = stream[at]
-        if number < commands.FIRST_SIGNATURE and number in _REQUESTS:
+    for at, number in zip(positions, numbers, strict=False):
+        if number in _REQUESTS:
             requests.append(at + 1)
             if number == commands.FETCH:
                 requests.append(at + 3)
-    return sorted({*holes, *requests}) if requests else holes
+    return sorted({*holes, *requests})
 
 
 def changes(before: list[Any], now: list[Any]) -> list[object]:
@@ -85,13 +95,25 @@ class Repeats:
         self._pack = msgpack.Packer(default=str).pack
         self.seen: OrderedDict[bytes, tuple[int, list[Any]]] = OrderedDict()
 
-    def choose(self, sequence: Sequence, stream: list[object], buffers: tuple[Buffer, ...]) -> BatchForm:
+    def choose(
+        self,
+        sequence: Sequence,
+        stream: list[object],
+        buffers: tuple[Buffer, ...],
+        positions: list[int] | None = None,
+    ) -> BatchForm:
         """The shortest message that makes the worker run this stream. Remembers nothing by itself: Ctrl-C may strike
         before the message is on its way.
+
+        Args:
+            sequence: the batch's number.
+            stream: its commands.
+            buffers: the bytes of its uploads.
+            positions: where each command begins, if that is known, perhaps with some beyond the stream's end.
         """
         if len(stream) < _SMALLEST:
             return BatchForm(Batch(sequence, stream, buffers), b"", (0, []))
-        holes = holes_of(stream, self._widths)
+        holes = holes_of(stream, commands.walk(stream, self._widths) if positions is None else positions)
         template, values = stream, [stream[i] for i in holes]
         if holes:
             template = stream.copy()

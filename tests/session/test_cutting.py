@@ -16,7 +16,7 @@ def ops(first: int, count: int) -> list[int]:
 
 def cut(stream: list[int], *, lines: int | None = None) -> tuple[int, int, int]:
     count = stream.count(OP) * 2 if lines is None else lines
-    return find_cut(list(stream), WIDTHS, LIMIT, (len(stream), count, 0))
+    return find_cut(list(stream), commands.walk(list(stream), WIDTHS), LIMIT, (len(stream), count, 0))
 
 
 def test_a_cut_lies_between_two_commands_in_the_second_half_of_the_limit() -> None:
@@ -33,7 +33,7 @@ def test_a_cut_follows_what_was_recorded_and_not_where_it_began() -> None:
 
 def test_an_op_stays_with_what_is_expected_of_it() -> None:
     stream = [item for number in range(8) for item in (commands.EXPECT, [], OP, number, 0)]
-    items, _, _ = find_cut(list(stream), WIDTHS, LIMIT, (len(stream), 16, 0))
+    items, _, _ = find_cut(list(stream), commands.walk(list(stream), WIDTHS), LIMIT, (len(stream), 16, 0))
     assert stream[items] == commands.EXPECT
 
 

@@ -103,6 +103,55 @@ def test_free_slots_above_all_living_ones_count_as_never_used_where_there_are_ve
     assert wire.recorder.handles == 104
 
 
+def test_a_command_about_very_many_tensors_ends_its_batch(wire: Wire) -> None:
+    recorder = wire.recorder
+    limit = recorder.limit
+    for step in range(3):
+        wire.op(1)
+        recorder.weigh(10)
+        wire.op(2)
+        recorder.send_if_due()
+        assert len(wire.sent) == step
+        recorder.weigh(10_000)
+        wire.op(3)
+        recorder.send_if_due()
+        assert len(wire.sent) == step + 1
+        assert (recorder.unsent, recorder.limit) == (0, limit)
+
+
+class LookedAt(int):
+    """A slot that counts how often it, or another one, is looked at."""
+
+    count = 0
+
+    def __lt__(self, other: int) -> bool:
+        LookedAt.count += 1
+        return int(self) < int(other)
+
+    def __hash__(self) -> int:
+        LookedAt.count += 1
+        return int(self)
+
+
+@pytest.mark.parametrize("free", [5_000, 20_000])
+def test_a_batch_looks_at_the_slots_that_died_and_not_at_all_that_are_free(wire: Wire, free: int) -> None:
+    recorder = wire.recorder
+    slots = [new_slot(recorder) for _ in range(free)]
+    kept, last = slots[0], slots[-1]  # with the largest in use, none of the free ones can be forgotten
+    drop(recorder, slots[1:-1])
+    recorder.flush()
+    recorder.free[:] = map(LookedAt, recorder.free)
+    LookedAt.count = 0
+    for _ in range(3):
+        drop(recorder, [kept])
+        recorder.flush()
+        assert wire.commands[-2:] == [commands.RELEASE, [kept]]
+        kept = new_slot(recorder)
+    assert LookedAt.count < 300
+    assert recorder.handles == 2
+    assert last not in recorder.free
+
+
 def test_a_slot_that_is_being_released_is_not_given_out_before_its_release_is_recorded(wire: Wire) -> None:
     slot = new_slot(wire.recorder)
     drop(wire.recorder, [slot])

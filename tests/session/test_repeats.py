@@ -75,7 +75,7 @@ def test_none_and_a_hole_are_not_taken_for_each_other() -> None:
 
 def test_holes_are_fractions_lists_of_them_and_request_numbers() -> None:
     stream = [ADD, 1, 2, 3, SCALE, 1, [0.5, 0.5], 2, commands.FETCH, 99, 2, 99, SCALE, 1, 0.25, 2]
-    assert holes_of(stream, WIDTHS) == [6, 9, 11, 14]
+    assert holes_of(stream, commands.walk(stream, WIDTHS)) == [6, 9, 11, 14]
 
 
 SERIES = [

@@ -65,7 +65,7 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
     """A tensor that looks like `meta` and holds `handle`."""
     device = handle.device.torch_device
     if meta.plain:
-        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device)
+        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, meta.layout, device)
     elif meta.layout is torch.strided:
         tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device)
         if meta.conjugate:

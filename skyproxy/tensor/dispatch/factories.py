@@ -66,14 +66,15 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     meta: Meta = entry.meta  # type: ignore[assignment]  # what has none is not remembered under such a key
     recorder = device.recorder
     result = _make_wrapper(
-        RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device.torch_device
+        RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, meta.layout, device.torch_device
     )
     handle = device.handle_type()
     handle.meta = meta
     handle.root = None
-    free = recorder.free
+    free, held = recorder.free, recorder.held
     if free:  # as in `take_slot`: no call may end between
-        handle.slot = free[0]
+        handle.slot = slot = free[0]
+        held[slot] = True
         heappop(free)
     else:
         recorder.take_slot(handle)

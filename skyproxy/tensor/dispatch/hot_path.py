@@ -208,15 +208,17 @@ def dispatch_remote(
     if entry.simple:
         if entry.meta is not None:
             meta = entry.meta
+            # By position: PyTorch looks up every name that it knows among names that are given.
             result = _make_wrapper(
-                RemoteTensor, meta.size, meta.stride, meta.offset, dtype=meta.dtype, device=device.torch_device
+                RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, meta.layout, device.torch_device
             )
             handle = device.handle_type()
             handle.meta = meta
             handle.root = (root.root or root) if entry.shares_first else None
-            free = recorder.free
+            free, held = recorder.free, recorder.held
             if free:  # as in `take_slot`: no call may end between
-                handle.slot = free[0]
+                handle.slot = slot = free[0]
+                held[slot] = True
                 heappop(free)
             else:
                 recorder.take_slot(handle)
@@ -236,10 +238,13 @@ def dispatch_remote(
         result = None
         if info.for_each:  # kernels count such changes, of the tensors in their first list; not the dispatcher
             count_changes(args[0])
+        if info.columns:
+            recorder.weigh(len(args[0]))
     elif entry.listed is not None:
         owner = (root.root or root) if entry.shares_first else None
         result = listed = new_tensors(device, entry.listed, owner)
         wire.append([made._sky.slot for made in listed])
+        recorder.weigh(len(listed))
     else:
         return record(info, func, args, kwargs or {})
     stream = recorder.stream

@@ -298,6 +298,7 @@ def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
             made = [_result(call, meta, shares) for meta, shares in output.items]
             command.append([tensor._sky.slot for tensor in made])
             results.append(made)
+            device.recorder.weigh(len(made))
         elif output.meta is not None:
             tensor = _result(call, output.meta, output.shares)
             command.append(tensor._sky.slot)
@@ -306,6 +307,8 @@ def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
             results.append(output.value)
     if entry.nothing and call.info.for_each:
         count_changes(call.args[0])
+    if entry.nothing and call.info.columns:
+        device.recorder.weigh(len(call.args[0]))
     if entry.changed:
         _record_change(call, entry, command)
     else:
