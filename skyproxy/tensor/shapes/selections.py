@@ -421,6 +421,28 @@ def _count(x: Meta, dim: Dims = None) -> RuleResult:
     return None if size is None else [fresh(size, torch.int64)]
 
 
+@rule("segment_reduce")
+def _segments(
+    x: Meta,
+    reduction: object,
+    *,
+    lengths: Meta | None = None,
+    indices: object = None,
+    offsets: Meta | None = None,
+    axis: int = 0,
+    **options: object,
+) -> RuleResult:
+    """PyTorch 2.11 says the size of another result for an axis that is counted from the end."""
+    bounds = lengths if offsets is None else offsets
+    if not plain(x, bounds) or bounds is None or x.dtype not in FLOATS or indices is not None:
+        return None
+    axis += len(x.size) if axis < 0 else 0
+    count = bounds.size[-1] - (bounds is offsets)
+    if bounds.size[:-1] != x.size[:axis] or not 0 <= axis == len(bounds.size) - 1 or not count:
+        return None
+    return [fresh((*x.size[:axis], count, *x.size[axis + 1 :]), x.dtype)]
+
+
 @rule("linalg_vector_norm")
 def _norm(
     x: Meta, order: object = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None

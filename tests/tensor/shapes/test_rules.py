@@ -84,6 +84,12 @@ def _cases() -> Iterator[Case]:
         yield "addmm", (torch.zeros(1), a, b), {}
     for indices in _tensors(torch.int64):
         yield "embedding", (torch.zeros(7, 6), indices), {}
+    for a in _tensors():
+        for axis in range(-a.dim(), a.dim()) if a.numel() else ():
+            for name, numbers in (("lengths", [1, a.shape[axis] - 1]), ("offsets", [0, a.shape[axis]])):
+                bounds = torch.tensor(numbers).expand(*a.shape[: axis % a.dim()], 2)
+                yield "segment_reduce", (a, "mean"), {name: bounds, "axis": axis}
+                yield "segment_reduce", (a, "max"), {name: bounds}
     for start, end in ((0, 5), (2, 7), (5, 5), (0, 2.5), (3, 1)):
         yield "arange.start", (start, end), {}
         yield "arange", (end,), {}
