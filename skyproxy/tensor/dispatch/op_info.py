@@ -92,6 +92,7 @@ _WITH_STATISTICS = frozenset(
         "aten::_batch_norm_no_update",
         "aten::_batch_norm_with_update",
         "aten::_native_batch_norm_legit_no_training",
+        "aten::_weight_norm_interface",
         "aten::native_batch_norm",
         "aten::native_group_norm",
         "aten::native_group_norm_backward",

@@ -129,6 +129,20 @@ def test_parametrized_weights_train_as_here(wrap: Any, sky1: str) -> None:
     same_on_both(build, sky1)
 
 
+@pytest.mark.parametrize("dim", [0, 2, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_half_precision_are_normed_as_here(dtype: torch.dtype, dim: int | None, sky1: str) -> None:
+    """The kernel keeps norms in float32 then; what PyTorch infers without values says so of bfloat16 only."""
+
+    def build(device: str) -> list[Any]:
+        module = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3), dim=dim).to(dtype)
+        x = torch.randn(2, 4, 9).to(dtype)
+        module.to(device)(x.to(device)).square().sum().backward()
+        return [module.weight, *(parameter.grad for parameter in module.parameters())]
+
+    same_on_both(build, sky1)
+
+
 def test_a_parametrization_of_ones_own_works(sky1: str) -> None:
     class Symmetric(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
