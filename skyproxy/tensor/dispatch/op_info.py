@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from skyproxy.tensor.core.torch_private import OpOverload, has_kernel
-from skyproxy.tensor.shapes.recurrent import RULES
+from skyproxy.tensor.shapes.sparse import RULES
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
 
 # How an argument travels, and what of it counts for the shape of the result.

@@ -154,3 +154,16 @@ def test_a_step_on_very_many_parameters_is_with_the_worker_when_it_returns(sky: 
         optimizer.step()
         assert recorder.unsent == 0
         assert recorder.batches >= batches + 7
+
+
+def test_a_step_with_sparse_gradients_asks_only_how_many_rows_there_are(sky: str) -> None:
+    """Seven times, for the gradient, what it is coalesced to, and two masks; each operation asked before, 18 in all."""
+    module = nn.Embedding(10, 3, sparse=True, device=sky)
+    x = torch.tensor([1, 2, 5, 2], device=sky)
+    optimizer = torch.optim.SparseAdam(list(module.parameters()))
+    for _ in range(3):
+        before = torch.sky.stats()["round_trips"]
+        optimizer.zero_grad()
+        module(x).sum().backward()
+        optimizer.step()
+    assert torch.sky.stats()["round_trips"] - before <= 7

@@ -1,0 +1,59 @@
+"""Shape rules for sparse tensors: for what looks the same whatever number of elements they hold."""
+
+from __future__ import annotations
+
+import torch
+
+from skyproxy.tensor.core.metadata import Meta, intern_meta
+from skyproxy.tensor.shapes.recurrent import RULES
+from skyproxy.tensor.shapes.rules import FLOATS, TARGET, RuleResult, keeps_target, rule
+from skyproxy.torch_codec import Description
+
+_add_dense, _clone_dense = RULES["aten::add_.Tensor"], RULES["aten::clone"]
+
+
+def _coordinates(size: tuple[int, ...], dtype: torch.dtype) -> Meta:
+    return intern_meta(Description(size, (), 0, dtype, torch.sparse_coo))
+
+
+@rule("_sparse_coo_tensor_with_dims_and_tensors")
+def _constructor(
+    sparse_dim: int, dense_dim: int, size: list[int], indices: object, values: object, **options: object
+) -> RuleResult:
+    if type(indices) is not Meta or type(values) is not Meta or not indices.plain or not values.plain:
+        return None
+    fits = indices.dtype is torch.int64 and len(indices.size) == 2 and len(size) == sparse_dim + dense_dim
+    whole = (*indices.size[1:], *size[sparse_dim:])
+    if not fits or indices.size[0] != sparse_dim or values.size != whole or options.get("dtype") != values.dtype:
+        return None
+    return ((_coordinates(tuple(size), values.dtype), None),)
+
+
+@rule("sparse_mask")
+def _mask(x: Meta, mask: Meta) -> RuleResult:
+    if not x.plain or mask.layout is not torch.sparse_coo or x.size != mask.size:
+        return None
+    return ((_coordinates(mask.size, x.dtype), None),)
+
+
+@rule("add_.Tensor")
+def _add_in_place(target: Meta, other: object, alpha: object = 1) -> RuleResult:
+    if type(other) is not Meta or other.layout is not torch.sparse_coo:
+        return _add_dense(target, other, alpha)
+    fits = other.size == target.size and other.dtype is target.dtype and target.dtype in FLOATS
+    return TARGET if fits and type(alpha) in (int, float) and keeps_target(target) else None
+
+
+@rule("clone")
+def _clone(x: Meta, memory_format: torch.memory_format | None = None) -> RuleResult:
+    if x.layout is not torch.sparse_coo or x.conjugate or x.negative:
+        return _clone_dense(x, memory_format)
+    return ((x, None),) if memory_format is None else None  # no kernel takes another
+
+
+@rule("_coalesce")
+def _coalesce(x: Meta) -> RuleResult:
+    return ((x, None),) if x.layout is torch.sparse_coo and not x.conjugate and not x.negative else None
+
+
+__all__ = ["RULES"]
