@@ -238,6 +238,134 @@ def operations(device: str) -> dict[str, Op]:
         "full_like, mask": lambda x: torch.full_like(x, True, dtype=torch.bool),
         "addcmul": lambda x: torch.addcmul(x, x, x),
         "lerp": lambda x: torch.lerp(x, x, 0.5),
+        **_layers(device),
+        **_changes(device),
+        **_algebra(device),
+    }
+
+
+def _layers(device: str) -> dict[str, Op]:
+    """Layers, activations and losses of networks, in half precision and other formats too."""
+    gated, remembering = torch.nn.GRUCell(2, 3).to(device), torch.nn.LSTMCell(2, 3).to(device)
+    return {
+        "gru cell": lambda x: gated(x[0, 0, :, :2]),
+        "lstm cell": lambda x: remembering(x[0, 0, :, :2])[0],
+        "conv2d, bfloat16": lambda x: F.conv2d(x.bfloat16(), x.new_ones(2, x.shape[1], 1, 1, dtype=torch.bfloat16)),
+        "conv2d of channels-last": lambda x: F.conv2d(
+            x.contiguous(memory_format=torch.channels_last), x.new_ones(2, x.shape[1], 1, 1)
+        ),
+        "conv2d, same": lambda x: F.conv2d(x, x.new_ones(2, x.shape[1], 3, 3), padding="same"),
+        "conv_transpose1d": lambda x: F.conv_transpose1d(x[0], x.new_ones(x.shape[2], 2, 2)),
+        "conv_transpose2d": lambda x: F.conv_transpose2d(x, x.new_ones(x.shape[1], 2, 2, 2), stride=2),
+        "linear, bias": lambda x: F.linear(x, x.new_ones(3, x.shape[-1]), x.new_ones(3)),
+        "x @ x.mT, bfloat16": lambda x: x.bfloat16() @ x.bfloat16().mT,
+        "softmax, bfloat16": lambda x: x.bfloat16().softmax(-1),
+        "attention, causal": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        "attention with a mask": lambda x: F.scaled_dot_product_attention(
+            x, x, x, attn_mask=x.new_zeros(x.shape[-2], x.shape[-2])
+        ),
+        "attention, bfloat16": lambda x: F.scaled_dot_product_attention(x.bfloat16(), x.bfloat16(), x.bfloat16()),
+        "max_pool3d": lambda x: F.max_pool3d(x, 2),
+        "avg_pool3d": lambda x: F.avg_pool3d(x, 2),
+        "avg_pool1d": lambda x: F.avg_pool1d(x[0], 2),
+        "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 2),
+        "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 2),
+        "pixel_shuffle": lambda x: F.pixel_shuffle(x.repeat(1, 4, 1, 1), 2),
+        "interpolate, bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+        "interpolate, trilinear": lambda x: F.interpolate(x[None], scale_factor=2, mode="trilinear"),
+        "grid_sample": lambda x: F.grid_sample(x, x.new_zeros(x.shape[0], 3, 3, 2), align_corners=False),
+        "instance_norm": lambda x: F.instance_norm(x),
+        "batch_norm, learned": lambda x: F.batch_norm(x, x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])),
+        "layer_norm, affine": lambda x: F.layer_norm(x, x.shape[-1:], x.new_ones(x.shape[-1]), x[0, 0, 0]),
+        "group_norm, affine": lambda x: F.group_norm(x, 1, x.new_ones(x.shape[1]), x.new_ones(x.shape[1])),
+        "glu": lambda x: F.glu(x.repeat(1, 1, 1, 2)),
+        "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "softplus": lambda x: F.softplus(x),
+        "leaky_relu": lambda x: F.leaky_relu(x),
+        "relu_": lambda x: x.clone().relu_(),
+        "prelu": lambda x: F.prelu(x, x.new_ones(1)),
+        "dropout": lambda x: F.dropout(x, 0.5, True),
+        "cosine_similarity": lambda x: F.cosine_similarity(x, x),
+        "l1_loss": lambda x: F.l1_loss(x, x),
+        "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x),
+        "kl_div": lambda x: F.kl_div(x, x, reduction="batchmean"),
+        "soft_margin_loss": lambda x: F.soft_margin_loss(x, x.sign().detach()),
+        "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), x),
+        "cross_entropy, smoothed": lambda x: F.cross_entropy(
+            x[0, 0], x[0, 0, :, 0].long().clamp(0, 1), label_smoothing=0.1
+        ),
+    }
+
+
+def _changes(device: str) -> dict[str, Op]:
+    """Operations that write into their targets, and what copies, draws and rearranges."""
+    index = _INDEX[:2].to(device)
+    return {
+        "copy_": lambda x: x.clone().copy_(x),
+        "copy_ of integers": lambda x: x.clone().copy_(x.int()),
+        "x[..., ::2] = 0": lambda x: x.clone().__setitem__((..., slice(None, None, 2)), 0.0),
+        "x[:1] = x": lambda x: x.clone().__setitem__(slice(0, 1), x[1:2]),
+        "mul_": lambda x: x.clone().mul_(2.0),
+        "addcmul_": lambda x: x.clone().addcmul_(x, x),
+        "lerp_": lambda x: x.clone().lerp_(x, 0.5),
+        "clamp_": lambda x: x.clone().clamp_(0, 1),
+        "sqrt_": lambda x: x.clone().sqrt_(),
+        "tril_": lambda x: x.clone().tril_(),
+        "index_put_, added": lambda x: x.clone().index_put_((index,), x[0, 0, 0], accumulate=True),
+        "scatter_add_": lambda x: x.clone().scatter_add_(1, x.long().clamp(0, 1), x),
+        "scatter_reduce_": lambda x: x.clone().scatter_reduce_(1, x.long().clamp(0, 1), x, "sum"),
+        "index_copy_": lambda x: x.clone().index_copy_(0, index, x[:2]),
+        "select_scatter": lambda x: x.select_scatter(x[:, 0], 1, 0),
+        "uniform_": lambda x: x.clone().uniform_(),
+        "bernoulli": lambda x: torch.bernoulli(x),
+        "randn_like": lambda x: torch.randn_like(x),
+        "randint": lambda x: torch.randint(0, 5, x.shape, device=device),
+        "empty_like": lambda x: torch.empty_like(x),
+        "eye": lambda x: torch.eye(x.shape[-1], device=device),
+        "full": lambda x: torch.full(x.shape, 1.0, device=device),
+        "bfloat16()": lambda x: x.bfloat16(),
+        "bool()": lambda x: x.bool(),
+        "_foreach_add": lambda x: torch._foreach_add([x, x, x], 1.0),
+        "_foreach_mul_": lambda x: torch._foreach_mul_([x.clone(), x.clone()], 2.0),
+        "_foreach_norm": lambda x: torch._foreach_norm([x, x, x]),
+        "take_along_dim": lambda x: x.take_along_dim(x.long().clamp(0, 1), 1),
+        "split of sizes": lambda x: x.split([1, x.shape[1] - 1], 1),
+        "movedim": lambda x: x.movedim(0, -1),
+        "meshgrid": lambda x: torch.meshgrid(x[0, 0, 0], x[0, 0, :, 0], indexing="ij"),
+        "diag_embed": lambda x: x.diag_embed(),
+        "nan_to_num": lambda x: x.nan_to_num(),
+        "bucketize": lambda x: torch.bucketize(x, x[0, 0, 0]),
+        "isin, a number": lambda x: torch.isin(x.long(), 1),
+        "cumprod": lambda x: x.cumprod(1),
+        "diff": lambda x: x.diff(dim=1),
+    }
+
+
+def _algebra(device: str) -> dict[str, Op]:
+    """Products, complex numbers, linear algebra and Fourier transforms."""
+    return {
+        "outer": lambda x: torch.outer(x[0, 0, 0], x[0, 0, 1]),
+        "kron": lambda x: torch.kron(x[0, 0], x[0, 0]),
+        "cdist": lambda x: torch.cdist(x[0], x[0]),
+        "dot": lambda x: x[0, 0, 0].dot(x[0, 0, 1]),
+        "addmv": lambda x: torch.addmv(x[0, 0, :, 0], x[0, 0], x[0, 0, 0]),
+        "addbmm": lambda x: torch.addbmm(x.new_zeros(x.shape[2], x.shape[2]), x[0], x[0].mT),
+        "tensordot": lambda x: torch.tensordot(x, x, dims=([3], [3])),
+        "cross product": lambda x: torch.linalg.cross(
+            x[:1].expand(3, *x.shape[1:]), x[:1].expand(3, *x.shape[1:]), dim=0
+        ),
+        "complex": lambda x: torch.complex(x, x),
+        "x * x, complex": lambda x: torch.complex(x, x) * torch.complex(x, x),
+        "abs, complex": lambda x: torch.complex(x, x).abs(),
+        "view_as_complex": lambda x: torch.view_as_real(torch.view_as_complex(torch.stack((x, x), -1))),
+        "rfft": lambda x: torch.fft.rfft(x),
+        "irfft": lambda x: torch.fft.irfft(torch.complex(x, x)),
+        "inverse": lambda x: torch.linalg.inv_ex(torch.eye(x.shape[-1], device=device)),
+        "cholesky": lambda x: torch.linalg.cholesky_ex(torch.eye(x.shape[-1], device=device)),
+        "solve": lambda x: torch.linalg.solve_ex(torch.eye(x.shape[-1], device=device), x[0, 0].t()),
+        "qr": lambda x: torch.linalg.qr(x[0, 0])[0],
+        "norm of matrices": lambda x: torch.linalg.matrix_norm(x),
+        "standardize": lambda x: (x - x.mean((2, 3), keepdim=True)) / (x.std((2, 3), keepdim=True) + 1e-5),
     }
 
 
@@ -248,9 +376,8 @@ def _lengths(x: torch.Tensor) -> tuple[list[int], list[int]]:
 
 GRADIENTS_WITHOUT_RULES = frozenset(
     {
-        "amax(), all", "ctc_loss", "interpolate, antialias", "interpolate, exact", "interpolate, lines",
-        "layer_norm, bfloat16", "logsigmoid", "masked_scatter", "mse_loss of slices", "pad, replicate, volumes",
-        "take of a slice", "trace",
+        "amax(), all", "ctc_loss", "cumprod", "interpolate, antialias", "interpolate, exact", "interpolate, lines",
+        "irfft", "masked_scatter", "pad, replicate, volumes", "qr", "solve", "take of a slice", "trace",
     }
 )  # fmt: skip
 """Kinds whose gradients are inferred by meta or fake tensors on new shapes."""

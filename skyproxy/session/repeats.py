@@ -113,7 +113,13 @@ class Repeats:
         """
         if len(stream) < _SMALLEST:
             return BatchForm(Batch(sequence, stream, buffers), b"", (0, []))
-        holes = holes_of(stream, commands.walk(stream, self._widths) if positions is None else positions)
+        positions = commands.walk(stream, self._widths) if positions is None else positions
+        end = len(stream)
+        numbers = [stream[at] for at in positions if at < end]
+        if 3 * numbers.count(commands.EXPECT) > len(numbers):
+            # Most of its ops come for the first time on such shapes, which happens once.
+            return BatchForm(Batch(sequence, stream, buffers), b"", (0, []))
+        holes = holes_of(stream, positions)
         template, values = stream, [stream[i] for i in holes]
         if holes:
             template = stream.copy()

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyproxy.tensor.core.metadata import Meta, meta_of
-from skyproxy.tensor.shapes.lists import RULES
+from skyproxy.tensor.shapes.recurrent import RULES
 from skyproxy.tensor.shapes.rules import TARGET
 
 Case = tuple[str, tuple[Any, ...], dict[str, Any]]

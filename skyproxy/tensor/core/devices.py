@@ -62,7 +62,7 @@ class SkyDevice:
         place: the device on the worker, `[type, index]`.
         row: what the worker told of the device.
         modes: PyTorch's global modes that its worker's operations run under.
-        cache: inferred metadata under these modes, by op and arguments; its values are `dispatch.inference.Entry`s.
+        cache: inferred metadata under these modes, by op and arguments; its values are `dispatch.entries.Entry`s.
         replays: what `dispatch.memoized_calls` noted under these modes, for the signatures of this session.
         handle_type: makes this device's handles: their class, unless a capture has put another function there.
     """

@@ -55,7 +55,7 @@ class KnownMeta(Meta):
     known = True
 
     def __init__(self, base: Meta, value: Value, recorder: Recorder, unasked: int = 0) -> None:
-        self.description, self.size, self.stride, self.offset = base.description, base.size, base.stride, base.offset
+        self.size, self.stride, self.offset = base.size, base.stride, base.offset
         self.dtype, self.layout, self.plain, self.large = base.dtype, base.layout, base.plain, base.large
         self.conjugate, self.negative, self.encoded = base.conjugate, base.negative, base.encoded
         self.base = base

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import weakref
 from _weakref import _remove_dead_weakref  # type: ignore[attr-defined]  # removes it only if it is dead, in one step
-from functools import partial
+from collections import deque
 
 import torch
 
@@ -13,13 +13,17 @@ from skyproxy import torch_codec
 from skyproxy.settings import SETTINGS
 from skyproxy.torch_codec import Description
 
+Key = tuple[object, ...]
+
 
 class Meta:
     """A description that exists once: two tensors look alike exactly if their `Meta` is the same object.
 
+    There may be tens of thousands, and the garbage collector looks at each list and object: so one consists of few, and
+    what travels shares its numbers.
+
     Attributes:
-        description: all of it.
-        encoded: the same as it travels.
+        encoded: the description as it travels.
         size, stride, offset, dtype, layout, conjugate, negative: as in `torch_codec.Description`.
         plain: strided, without conjugate or negative bit; what the fast path can make.
         large: whether the tensor's memory is worth a release of its own.
@@ -31,7 +35,6 @@ class Meta:
     __slots__ = (
         "__weakref__",
         "conjugate",
-        "description",
         "dtype",
         "encoded",
         "large",
@@ -43,46 +46,81 @@ class Meta:
         "stride",
     )
 
-    def __init__(self, d: Description) -> None:
-        self.description = d
-        self.encoded = torch_codec.encode_description(d)
-        self.size, self.stride, self.offset, self.dtype, self.layout, self.conjugate, self.negative = d
-        self.plain = d.layout is torch.strided and not d.conjugate and not d.negative
-        self.large = torch_codec.byte_count(d) >= SETTINGS.prompt_release_bytes
+    def __init__(
+        self,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+        layout: torch.layout = torch.strided,
+        conjugate: bool = False,
+        negative: bool = False,
+    ) -> None:
+        self.size, self.stride, self.offset, self.dtype = size, stride, offset, dtype
+        self.layout, self.conjugate, self.negative = layout, conjugate, negative
+        self.plain = layout is torch.strided and not conjugate and not negative
+        self.encoded = (
+            (torch_codec.DTYPE_NAMES[dtype], size, stride, offset)
+            if self.plain
+            else tuple(torch_codec.encode_description(self.description))
+        )
+        self.large = math.prod(size) * dtype.itemsize >= SETTINGS.prompt_release_bytes
+
+    @property
+    def description(self) -> Description:
+        """All of it."""
+        return Description(self.size, self.stride, self.offset, self.dtype, self.layout, self.conjugate, self.negative)
 
     def __repr__(self) -> str:
         return f"Meta({self.dtype}, {list(self.size)}, stride={list(self.stride)}, offset={self.offset})"
 
 
-_interned: dict[Description, weakref.ref[Meta]] = {}
+class _Reference(weakref.ref[Meta]):
+    """A reference that knows under which key it is kept."""
+
+    __slots__ = ("key",)
+    key: Key
+
+
+_interned: dict[Key, _Reference] = {}
 """As a `WeakValueDictionary`, whose methods in Python cost several times as much."""
+_recent: deque[Meta] = deque(maxlen=4096)
+"""The newest ones, so that what a loop creates and drops is not built again each time."""
 
 
-@functools.lru_cache(4096)  # so that what a loop creates and drops is not built again each time
-def intern_meta(description: Description) -> Meta:
-    """Return the one `Meta` of this description."""
-    reference = _interned.get(description)
-    found = reference() if reference is not None else None
-    while found is None:
-        _remove_dead_weakref(_interned, description)
-        made = Meta(description)
-        # `setdefault`, so that two threads that get here together agree on one object.
-        found = _interned.setdefault(description, weakref.ref(made, partial(_forget, description)))()
+def _forget(reference: _Reference) -> None:
+    _remove_dead_weakref(_interned, reference.key)
+
+
+def _intern(key: Key) -> Meta:
+    """Return the one `Meta` of these fields, of which there was none a moment ago."""
+    made = Meta(*key)  # type: ignore[arg-type]  # the fields of a description
+    reference = _Reference(made, _forget)
+    reference.key = key
+    # `setdefault`, so that two threads that get here together agree on one object.
+    while (found := _interned.setdefault(key, reference)()) is None:
+        _remove_dead_weakref(_interned, key)
+    _recent.append(found)
     return found
-
-
-def _forget(description: Description, reference: weakref.ref[Meta]) -> None:
-    del reference
-    _remove_dead_weakref(_interned, description)
 
 
 def plain_meta(
     size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None, offset: int = 0
 ) -> Meta:
     """The `Meta` of a strided tensor, row-major unless told otherwise."""
-    return intern_meta(
-        Description(size, torch_codec.contiguous_stride(size) if stride is None else stride, offset, dtype)
-    )
+    key = (size, torch_codec.contiguous_stride(size) if stride is None else stride, offset, dtype)
+    reference = _interned.get(key)
+    found = reference() if reference is not None else None
+    return _intern(key) if found is None else found
+
+
+def intern_meta(d: Description) -> Meta:
+    """Return the one `Meta` of this description."""
+    if d.layout is torch.strided and not d.conjugate and not d.negative:
+        return plain_meta(d.size, d.dtype, d.stride, d.offset)
+    reference = _interned.get(d)
+    found = reference() if reference is not None else None
+    return _intern(tuple(d)) if found is None else found
 
 
 def meta_of(tensor: torch.Tensor) -> Meta:

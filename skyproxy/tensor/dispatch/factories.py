@@ -16,7 +16,7 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN
-from skyproxy.tensor.dispatch.inference import Entry, expectation
+from skyproxy.tensor.dispatch.entries import Entry, expectation
 from skyproxy.tensor.dispatch.known_results import know_filled
 from skyproxy.tensor.dispatch.op_info import FIXED_TYPES, NUMBER, SCALAR, OpInfo
 from skyproxy.tensor.dispatch.recording import learn, record
@@ -100,8 +100,9 @@ def _infer_entry(
     """Infer a call that never came before; None where `record` must take it, each time."""
     kinds = info.keyword_kinds
     for name, a in kwargs.items():
-        is_plain = a is None or type(a) in FIXED_TYPES or (a is False and name == "pin_memory")
-        if not is_plain or kinds[name] in (NUMBER, SCALAR):
+        is_fixed = type(a) in FIXED_TYPES  # which a schema calls numbers now and then
+        is_plain = is_fixed or a is None or (a is False and name == "pin_memory")
+        if not is_plain or (kinds[name] in (NUMBER, SCALAR) and not is_fixed):
             return None
     entry = learn(info, device, signature, args, kwargs)
     return entry if entry is not None and entry.simple and entry.meta is not None else None

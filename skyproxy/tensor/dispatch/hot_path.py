@@ -19,14 +19,14 @@ from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN
-from skyproxy.tensor.dispatch.inference import expectation
+from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
 from skyproxy.tensor.dispatch.recording import count_changes, learn, new_tensors, record
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
     from skyproxy.tensor.core.metadata import Meta
-    from skyproxy.tensor.dispatch.inference import Entry
+    from skyproxy.tensor.dispatch.entries import Entry
 
 _make_wrapper = make_wrapper_subclass
 _getframe = sys._getframe
@@ -139,9 +139,9 @@ def dispatch_remote(
                 key.append(tuple(looks))
                 wire.append(slots)
             elif kind in FIXED_TYPES or how == FIXED:
-                if kind is torch.device or kind is list:
+                if kind is torch.device:
                     return record(info, func, args, kwargs or {})
-                key.append(a)
+                key.append(tuple(a) if kind is list else a)
             elif how == NUMBER:
                 if kind is list:
                     key.append(tuple(a))
@@ -153,7 +153,7 @@ def dispatch_remote(
             elif how == SCALAR:
                 key.append(tuple(map(type, a)) if kind is list else kind)
                 wire.append(a)
-            elif how == TENSOR and (kind is int or kind is bool or a is None):
+            elif how == TENSOR and (kind is int or kind is bool or a is None or kind is complex):
                 key.append(kind)
                 wire.append(a if a is not None else 0)
             else:
@@ -175,9 +175,10 @@ def dispatch_remote(
                 key.append(handle.meta)
                 wire.append(handle.slot)
             elif kind in FIXED_TYPES or how == FIXED:
-                if kind is torch.device or kind is list:
+                # Of fractions the values count in `linspace` and its like, which take a device.
+                if kind is torch.device and (a != device.torch_device or float in key):
                     return record(info, func, args, kwargs)
-                key.append(a)
+                key.append(tuple(a) if kind is list else a)
             elif how == SCALAR and kind is not list:
                 key.append(kind)
                 wire.append(a)
@@ -197,7 +198,7 @@ def dispatch_remote(
             return record(info, func, args, kwargs or {})
         wire[0] = entry.number
         if entry.made:
-            wire[0:0] = (EXPECT, expectation(entry, signature))
+            wire = [EXPECT, expectation(entry, signature), *wire]
     else:
         wire[0] = entry.number
     # A view is an inference tensor if its base is one, whatever the mode is now.
@@ -227,9 +228,12 @@ def dispatch_remote(
         else:
             result = args[0]
     elif entry.several:
-        several: list[RemoteTensor] = []
+        several: list[RemoteTensor | None] = []
         for output in entry.outputs:
-            meta = output.meta  # type: ignore[assignment]  # each is a fresh tensor
+            if output.meta is None:
+                several.append(None)
+                continue
+            meta = output.meta
             handle = device.new_handle(meta, (root.root or root) if output.shares == 0 else None)
             wire.append(handle.slot)
             several.append(make_tensor(meta, handle))

@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from skyproxy.interrupts import raised_by_handler
-from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
@@ -27,138 +24,15 @@ from skyproxy.tensor.core.torch_private import (
     disable_current_modes,
     pytree,
 )
+from skyproxy.tensor.dispatch.entries import Entry, Output, numbers_of, written_tensors
 from skyproxy.tensor.dispatch.fake_tensors import fake_mode, fake_tensor
-from skyproxy.tensor.dispatch.op_info import TENSOR, TENSORS, OpInfo
+from skyproxy.tensor.dispatch.op_info import TENSOR, OpInfo
 from skyproxy.tensor.shapes.elementwise import broadcast_sizes
 from skyproxy.tensor.shapes.kernel_strides import corrected, corrected_lists
 from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
 
 if TYPE_CHECKING:
     from skyproxy.tensor.dispatch.binding import BoundCall
-
-
-@dataclass(slots=True)
-class Output:
-    """One result of an op. Exactly one of the fields says what it is; with none of them, it is `value`.
-
-    Attributes:
-        meta: a fresh tensor that looks like this.
-        shares: with `meta`: the argument (by its number among the tensors) whose storage it shares.
-        items: a list of fresh tensors, each with what it shares.
-        argument: the argument of this name, which the op changed.
-        tensor: the argument with this number among the tensors: the op handed it back.
-        value: a plain value, or None.
-    """
-
-    meta: Meta | None = None
-    shares: int | None = None
-    items: list[tuple[Meta, int | None]] | None = None
-    argument: str | None = None
-    tensor: int | None = None
-    value: object = None
-
-    @property
-    def template(self) -> str:
-        if self.meta is not None:
-            return commands.NEW
-        return commands.NEW_LIST if self.items is not None else commands.IGNORED
-
-
-@dataclass(slots=True)
-class Entry:
-    """The results of one op on arguments that look a certain way.
-
-    Attributes:
-        outputs: its results.
-        changed: which tensors (by number) look otherwise afterwards, and how.
-        number: the op's number on the wire.
-        simple: whether the fast path may handle it: one fresh plain tensor, or the first argument itself.
-        meta: in the simple case, what the fresh tensor looks like; None if the first argument is the result.
-        several: whether the results are several fresh plain tensors, for the fast path.
-        listed: for the fast path, the looks of the fresh plain tensors in the list that is the one result.
-        nothing: whether there is no result at all, for the fast path.
-        shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
-        output_templates: how each result is kept, see `protocol.commands`.
-        made: what the fresh tensors look like, then those that were written; the worker checks it the first time.
-    """
-
-    outputs: list[Output]
-    changed: list[tuple[int, Meta]]
-    number: int = 0
-    simple: bool = False
-    meta: Meta | None = None
-    shares_first: bool = False
-    several: bool = False
-    listed: list[tuple[Meta, int | None]] | None = None
-    nothing: bool = False
-    output_templates: list[str] = field(default_factory=list)
-    made: list[Meta] = field(default_factory=list)
-
-    @staticmethod
-    def of_rule(found: RuleAnswer, *, has_tensors: bool = True) -> Entry:
-        """Make an entry of what a shape rule tells of an op.
-
-        Args:
-            found: what the rule answered; a look that is None stands for a result that is None.
-            has_tensors: whether there are tensors among the arguments.
-        """
-        if found is TARGET:
-            return Entry([Output(tensor=0)], [], simple=True, output_templates=[commands.IGNORED])
-        if len(found) == 1 and type(found[0]) is tuple:  # the usual case
-            only, shares = found[0]
-            if only is not None:
-                entry = Entry([Output(only, shares)], [], output_templates=[commands.NEW], made=[only])
-                if has_tensors and only.plain and not shares:
-                    entry.simple, entry.meta, entry.shares_first = True, only, shares == 0
-                return entry
-        outputs = [Output(items=item) if isinstance(item, list) else Output(*item) for item in found]
-        looks = [look for item in found for look in (item if isinstance(item, list) else (item,))]
-        entry = Entry(outputs, [])
-        entry.made = [meta for meta, _ in looks if meta is not None]
-        entry.output_templates = [output.template for output in outputs]
-        plain = has_tensors and all(
-            meta is not None and meta.plain and (shares is None or shares == 0) for meta, shares in looks
-        )
-        entry.shares_first = plain and any(shares == 0 for _, shares in looks)
-        if not outputs:
-            entry.nothing = True
-        elif len(outputs) > 1:
-            entry.several = plain and all(output.meta is not None for output in outputs)
-        elif plain and outputs[0].items is not None:
-            entry.listed = outputs[0].items
-        elif plain:
-            entry.simple, entry.meta = True, outputs[0].meta
-        return entry
-
-    def settle(self, call: BoundCall) -> Entry:
-        """Fills in what follows from outputs and changes."""
-        self.output_templates = [output.template for output in self.outputs]
-        for output in self.outputs:
-            if output.meta is not None:
-                self.made.append(output.meta)
-            elif output.items is not None:
-                self.made += [meta for meta, _ in output.items]
-        looks = dict(self.changed)
-        self.made += [looks.get(i, call.tensors[i]._sky.meta) for i in written_tensors(call)]
-        quiet = not self.changed and not call.info.synchronizes
-        self.nothing = quiet and not self.outputs
-        self.several = (
-            quiet
-            and len(self.outputs) > 1
-            and all(
-                output.meta is not None and output.meta.plain and output.shares in (None, 0) for output in self.outputs
-            )
-        )
-        self.shares_first = self.several and any(output.shares == 0 for output in self.outputs)
-        if len(self.outputs) == 1 and not self.changed and call.tensors and not call.info.synchronizes:
-            output = self.outputs[0]
-            if output.meta is not None and output.meta.plain and output.shares in (None, 0):
-                self.simple, self.meta, self.shares_first = True, output.meta, output.shares == 0
-            elif output.items is not None and all(m.plain and shares in (None, 0) for m, shares in output.items):
-                self.listed, self.shares_first = output.items, any(shares == 0 for _, shares in output.items)
-            elif output.argument is not None and output.argument == call.info.names[0]:
-                self.simple = bool(call.args) and type(call.args[0]) is RemoteTensor
-        return self
 
 
 _MOST_REFUSED = 4096
@@ -170,21 +44,6 @@ def _refuse(key: tuple[object, ...]) -> None:
     if len(_refused) >= _MOST_REFUSED:
         _refused.clear()
     _refused.add(key)
-
-
-def expectation(entry: Entry, key: Iterable[object]) -> list[list[object]]:
-    """The operand of EXPECT: what the results should look like, and the tensors that they were inferred from.
-
-    Args:
-        key: what `entry` is kept under, or the `Meta`s of the call's tensors.
-    """
-    described = [meta.encoded for meta in entry.made]
-    for part in key:
-        if type(part) is Meta:
-            described.append(part.encoded)
-        elif type(part) is tuple:
-            described += [meta.encoded for meta in part if type(meta) is Meta]
-    return described
 
 
 _ANSWERS_DEPEND_ON_VALUES = frozenset({"aten::is_set_to", "aten::_nested_tensor_from_mask_left_aligned"})
@@ -277,36 +136,11 @@ def _infer_columns(call: BoundCall) -> Entry | None:
     for output in entry.outputs:
         if output.items is not None:
             output.items = [output.items[number] for number in column_of]
-    entry.made = []
-    return Entry(entry.outputs, []).settle(call)
+    return Entry(entry.outputs).settle(call)
 
 
 def _column_key(item: object) -> object:
     return item._sky.meta if type(item) is RemoteTensor else type(item)
-
-
-def written_tensors(call: BoundCall) -> list[int]:
-    """The numbers, among the call's tensors, of those that the op changes, in the worker's order."""
-    return numbers_of(call, call.info.writes)
-
-
-def numbers_of(call: BoundCall, arguments: Collection[str]) -> list[int]:
-    """The numbers, among the call's tensors, of those in the arguments of these names, in order."""
-    found: list[int] = []
-    if not arguments:
-        return found
-    number = 0
-    for name, a in (*zip(call.info.names, call.args, strict=False), *call.kwargs.items()):
-        if type(a) is RemoteTensor:
-            count = 1
-        elif isinstance(a, list | tuple) and call.info.keyword_kinds[name] == TENSORS:
-            count = sum(item is not None for item in a)
-        else:
-            continue
-        if name in arguments:
-            found += range(number, number + count)
-        number += count
-    return found
 
 
 def _looks(args: tuple[object, ...]) -> list[object]:
@@ -487,4 +321,4 @@ def _describe_fake(item: torch.Tensor, storages: dict[int, int]) -> tuple[Meta, 
     return meta_of(item), storages.get(item.untyped_storage()._cdata)
 
 
-__all__ = ["Entry", "Output", "infer", "intern_meta", "written_tensors"]
+__all__ = ["infer", "intern_meta"]

@@ -282,6 +282,24 @@ class OpInfo:
         return f"<info about {self.name}>"
 
 
+class _PlainOp:
+    """An overload that is simply recorded; called, it is the overload."""
+
+    __slots__ = ("_sky_info",)
+
+    def __init__(self, func: OpOverload) -> None:
+        self._sky_info = OpInfo(func)
+        self._sky_info.special = None
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self._sky_info.func(*args, **kwargs)
+
+
+def plain_op(func: OpOverload) -> OpOverload:
+    """Make what a `special` hands to `hot_path.dispatch_remote` in place of its overload."""
+    return _PlainOp(func)  # type: ignore[return-value]  # all that is asked of it
+
+
 def is_decomposed(name: str) -> bool:
     """Return whether PyTorch divides the op into others on every device.
 

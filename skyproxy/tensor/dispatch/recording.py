@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,18 +22,19 @@ from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor, make_view, set_metadata
-from skyproxy.tensor.core.torch_private import OpOverload, TensorBase
+from skyproxy.tensor.core.torch_private import OpOverload, TensorBase, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
 from skyproxy.tensor.dispatch.binding import BoundCall, freeze, refuse_to_pin
 from skyproxy.tensor.dispatch.capture import check_reshaped
-from skyproxy.tensor.dispatch.inference import Entry
+from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across_devices
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, TENSOR, TENSORS, OpInfo, info_of
 
 _infers = torch.is_inference_mode_enabled
 _is_of_inference = TensorBase.is_inference
 _getframe = sys._getframe
+_make_wrapper = make_wrapper_subclass
 _Parameter = torch.nn.Parameter
 _HALVES = (torch.float16, torch.bfloat16)
 _record_lines = SETTINGS.record_lines
@@ -163,7 +165,7 @@ def _run_in_parts(call: BoundCall, count: int) -> list[RemoteTensor]:
 
 def record_as(call: BoundCall, looks: Sequence[Meta | None]) -> list[RemoteTensor | None]:
     """Records a call whose results are known to look so; the worker does not check it. None: that result is None."""
-    entry = Entry([inference.Output(meta) for meta in looks], [])
+    entry = Entry([Output(meta) for meta in looks])
     entry.output_templates = [output.template for output in entry.outputs]
     entry.number = _signature(call, entry)
     results = _finish(call, entry, expected=False)
@@ -177,19 +179,27 @@ def learn(
 
     The short way, for arguments that the fast path has taken: tensors, numbers, lists of them, constants.
     """
-    kind = device.row["type"]
-    if (info.asks_cuda_for_shape and kind == "cuda") or (
-        info.asks_worker_for_halves and kind != "cpu" and any(getattr(a, "dtype", None) in _HALVES for a in args)
-    ):
+    if (info.asks_cuda_for_shape or info.asks_worker_for_halves) and _asks(info, device, args):
         return None
     looks: list[Any] = []
     templates: list[object] = []
     for a, how in zip(args, info.kinds, strict=False):
-        if type(a) is RemoteTensor:
-            looks.append(a._sky.meta)
+        kind = type(a)
+        if kind is RemoteTensor:
+            meta = a._sky.meta
+            if meta.known:
+                return None
+            looks.append(meta)
             templates.append(commands.TENSOR)
+        elif how == TENSORS and kind is list:
+            items = [None if item is None else item._sky.meta for item in a]
+            if len(items) > _MANY_TENSORS or KnownMeta in map(type, items):
+                return None
+            looks.append(items)
+            templates.append(commands.TENSORS)
         else:
-            looks.append(_look_and_template(a, how, templates, device))
+            looks.append(a)
+            templates.append(_template_of(a, how, device))
     named: dict[str, object] = {}
     keywords: list[Any] = []
     if kwargs:
@@ -197,24 +207,22 @@ def learn(
         for name, a in kwargs.items():
             if name == "pin_memory":
                 refuse_to_pin(a)
-                continue
-            named[name] = _look_and_template(a, kinds[name], keywords, device)
-        keywords = list(zip(named, keywords, strict=True))
-    for look in (*looks, *named.values()) if named else looks:
-        kind = type(look)
-        if kind is KnownMeta or (kind is list and KnownMeta in map(type, look)):
-            return None
-    if any(type(look) is list and len(look) > _MANY_TENSORS for look in looks):
-        return None
+            elif type(a) is RemoteTensor:
+                named[name] = meta = a._sky.meta
+                if meta.known:
+                    return None
+                keywords.append((name, commands.TENSOR))
+            else:
+                named[name] = a
+                keywords.append((name, _template_of(a, kinds[name], device)))
     assert info.rule is not None
     found = info.rule(*looks, **named)
     if found is None:
         return None
     entry = Entry.of_rule(found)
-    if len(entry.made) > _MANY_TENSORS or not (
-        entry.simple or entry.several or entry.nothing or entry.listed is not None
-    ):
-        return None
+    if not entry.simple:
+        if len(entry.made) > _MANY_TENSORS or not (entry.several or entry.nothing or entry.listed is not None):
+            return None
     if entry.shares_first and _infers() != args[0].is_inference():
         return None
     entry.number = _number_of(device, info.name, tuple(templates), tuple(keywords), tuple(entry.output_templates))
@@ -223,20 +231,36 @@ def learn(
     return entry
 
 
-def _look_and_template(a: Any, how: int, templates: list[object], device: SkyDevice) -> object:
+def _asks(info: OpInfo, device: SkyDevice, args: tuple[Any, ...]) -> bool:
+    """Return whether only the worker can tell what the results look like, of what `learn` gets."""
+    kind = device.row["type"]
+    if info.asks_cuda_for_shape and kind == "cuda":
+        return True
+    return info.asks_worker_for_halves and kind != "cpu" and any(getattr(a, "dtype", None) in _HALVES for a in args)
+
+
+def _template_of(a: object, how: int, device: SkyDevice) -> object:
+    """How an argument without tensors travels."""
     kind = type(a)
-    if kind is RemoteTensor:
-        templates.append(commands.TENSOR)
-        return a._sky.meta
-    if how == TENSORS and kind is list:
-        templates.append(commands.TENSORS)
-        return [None if item is None else item._sky.meta for item in a]
-    if how in (FIXED, GENERATOR) or kind in FIXED_TYPES:
-        constant = device.worker_device if kind is torch.device and a.type == "sky" else a
-        templates.append((commands.CONSTANT, *freeze(torch_codec.encode_constant(constant))))
-    else:
-        templates.append(commands.TENSOR if a is None and how == TENSOR else commands.VALUE)
-    return a
+    if how not in _CONSTANTS and kind not in FIXED_TYPES:
+        return commands.TENSOR if a is None and how == TENSOR else commands.VALUE
+    if kind is torch.device and a.type == "sky":  # type: ignore[attr-defined]
+        a = device.worker_device
+    elif kind in _HASHED:
+        return _frozen(a)
+    elif kind is list and set(map(type, a)) == {bool}:  # type: ignore[call-overload]
+        return _frozen(tuple(a))  # type: ignore[arg-type]
+    return (commands.CONSTANT, *freeze(torch_codec.encode_constant(a)))
+
+
+_CONSTANTS = (FIXED, GENERATOR)
+_HASHED = FIXED_TYPES | {type(None), bool, int}
+"""Types of constants of which two that are equal, and of the same type, travel alike. Zeros of fractions have signs."""
+
+
+@functools.lru_cache(1024, typed=True)
+def _frozen(constant: object) -> tuple[object, ...]:
+    return (commands.CONSTANT, *freeze(torch_codec.encode_constant(constant)))
 
 
 def _unalias(call: BoundCall, positions: list[int]) -> BoundCall:
@@ -287,7 +311,7 @@ def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
     device = call.device
     command = [entry.number, *call.operands]
     if expected:
-        command = [commands.EXPECT, inference.expectation(entry, call.key), *command]
+        command = [commands.EXPECT, expectation(entry, call.key), *command]
     results: list[object] = []
     for output in entry.outputs:
         if output.argument is not None:
@@ -341,8 +365,17 @@ def _result(call: BoundCall, meta: Meta, shares: int | None) -> RemoteTensor:
 
 def new_tensors(device: SkyDevice, looks: list[tuple[Meta, int | None]], owner: Handle | None) -> list[RemoteTensor]:
     """Fresh plain tensors; those that share the first argument's storage are views of `owner`."""
-    handles = [device.new_handle(meta, owner if shares == 0 else None) for meta, shares in looks]
-    return [make_tensor(handle.meta, handle) for handle in handles]
+    handle_type, take_slot, place = device.handle_type, device.recorder.take_slot, device.torch_device
+    made: list[RemoteTensor] = []
+    for meta, shares in looks:
+        handle = handle_type()
+        handle.meta = meta
+        handle.root = owner if shares == 0 else None
+        take_slot(handle)
+        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, meta.layout, place)
+        tensor.__dict__ = {"_sky": handle}
+        made.append(tensor)
+    return made
 
 
 def new_tensor(device: SkyDevice, meta: Meta) -> RemoteTensor:
@@ -362,8 +395,8 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     info, device = call.info, call.device
     if info.changes_list:
         count_changes(call.args[0])
-    call = _unalias(call, inference.written_tensors(call))
-    asked = Entry([inference.Output(argument=argument) for argument in info.returns], [])
+    call = _unalias(call, written_tensors(call))
+    asked = Entry([Output(argument=argument) for argument in info.returns])
     asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in info.returns]
     handles = [device.new_handle(None) for argument in info.returns if argument is None]
     command = [_signature(call, asked), *call.operands, *(h.slot for h in handles)]
@@ -375,7 +408,7 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     if info.synchronizes:
         device.session.synchronize()
     inputs = [tensor._sky.slot for tensor in call.tensors]
-    written = inference.written_tensors(call)
+    written = written_tensors(call)
     slots = [handle.slot for handle in handles] + [inputs[i] for i in written]
     rows = device.session.describe(info.name, slots, inputs)
     found = iter([_wrap_reply(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
@@ -393,7 +426,7 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     outputs = []
     results = []
     for name in info.returns:
-        output, result = (inference.Output(argument=name), call.argument(name)) if name is not None else next(found)
+        output, result = (Output(argument=name), call.argument(name)) if name is not None else next(found)
         outputs.append(output)
         results.append(result)
     if key is not None and all(
@@ -408,25 +441,25 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     return tuple(results) if results else None
 
 
-def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[inference.Output, Any]:
+def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[Output, Any]:
     """One result of an op that was asked for: what is known of it, and the result itself."""
     fields, alias = row
     if fields is None:
-        return inference.Output(), alias
+        return Output(), alias
     if fields == "list":  # one slot holds them all; each gets its own
         handles = [call.device.new_handle(None) for _ in alias]
         call.device.session.do("take_apart", handle.slot, [h.slot for h in handles])
-        return inference.Output(), [_wrap_reply(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
+        return Output(), [_wrap_reply(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
     if fields[0] == torch_codec.NESTED:
-        return inference.Output(), wrap_answer(handle, row)
+        return Output(), wrap_answer(handle, row)
     handle.meta = _meta_of(fields)
     if alias < 0:
-        return inference.Output(meta=handle.meta), make_tensor(handle.meta, handle)
+        return Output(meta=handle.meta), make_tensor(handle.meta, handle)
     if alias >= len(call.tensors):
         raise ProtocolError(f"the worker says that a result of {call.info.name} is a view of input {alias}")
     base = call.tensors[alias]
     handle.root = base._sky.root or base._sky
-    return inference.Output(meta=handle.meta, shares=alias), make_view(handle.meta, handle, base)
+    return Output(meta=handle.meta, shares=alias), make_view(handle.meta, handle, base)
 
 
 wrap_described: dict[str, Callable[[Handle, list[Any]], torch.Tensor]] = {}

@@ -66,9 +66,11 @@ def _cpu_choice(
     Args:
         enabled: whether the math form and the fused kernel may be chosen; PyTorch looks at that by itself.
     """
-    q, k, v = (
-        torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="cpu") for meta in (query, key, value)
-    )
+    stand_ins = {
+        meta: torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="cpu")
+        for meta in {query, key, value}
+    }
+    q, k, v = stand_ins[query], stand_ins[key], stand_ins[value]
     m = None if mask is None else torch.empty_strided(mask.size, mask.stride, dtype=mask.dtype, device="cpu")
     if m is not None and mask_grad:
         m.requires_grad_()

@@ -18,7 +18,8 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.tensor.core.transfers import OWN_CLASSES, download, move, upload
 from skyproxy.tensor.dispatch.binding import BoundCall
-from skyproxy.tensor.dispatch.op_info import OpInfo, implements, info_of
+from skyproxy.tensor.dispatch.hot_path import dispatch_remote
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements, plain_op
 from skyproxy.tensor.dispatch.recording import run
 
 aten = torch.ops.aten
@@ -62,10 +63,10 @@ def _to_copy(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict
         return upload(tensor, device)
     own = tensor._sky.device
     if target is None or (target.type == "sky" and (target.index is None or target.index == own.index)):
-        return _record(func, tensor, rest)
+        return _record(tensor, rest)
     if target.type == "sky":
         device = DEVICES.of(target)
-        return _record(func, move(tensor, device), rest) if rest else move(tensor, device)
+        return _record(move(tensor, device), rest) if rest else move(tensor, device)
     if target.type == "meta":
         return func(torch.empty_like(_look_alike(tensor._sky.meta)), **rest)
     needed = {
@@ -87,11 +88,15 @@ def _look_alike(meta: Meta) -> torch.Tensor:
 
 
 def _convert(tensor: RemoteTensor, dtype: torch.dtype) -> object:
-    return _record(aten._to_copy.default, tensor, {"dtype": dtype})
+    return _record(tensor, {"dtype": dtype})
 
 
-def _record(func: OpOverload, tensor: RemoteTensor, rest: dict[str, object]) -> object:
-    return run(BoundCall(info_of(func), (tensor,), rest))
+_plain_to_copy = plain_op(aten._to_copy.default)
+_plain_copy_ = plain_op(aten.copy_.default)
+
+
+def _record(tensor: RemoteTensor, rest: dict[str, object]) -> object:
+    return dispatch_remote(None, _plain_to_copy, None, (tensor,), rest)
 
 
 @implements("aten::copy_")
@@ -106,7 +111,7 @@ def _copy_(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         device = target._sky.device
         if source._sky.device is not device:
             source = move(source, device)
-        return _copy_within(info, target, source)
+        return dispatch_remote(None, _plain_copy_, None, (target, source))
     if type(target) is RemoteTensor:
         if source.device.type == "meta":
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")

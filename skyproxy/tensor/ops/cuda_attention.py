@@ -17,7 +17,7 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import disable_current_modes
 from skyproxy.tensor.dispatch.binding import BoundCall
-from skyproxy.tensor.dispatch.inference import Entry, Output
+from skyproxy.tensor.dispatch.entries import Entry, Output
 from skyproxy.tensor.dispatch.op_info import info_of
 from skyproxy.tensor.dispatch.recording import ask, run
 
@@ -74,7 +74,7 @@ def choose(
             ]
             mask = stand_ins[3] if len(stand_ins) > 3 else None
             found = ask(BoundCall(info, (*stand_ins[:3], mask, dropout, causal), {"enable_gqa": gqa}))
-        known = Entry([Output(value=int(found))], [])
+        known = Entry([Output(value=int(found))])
         device.remember(key, known)
     choice = known.outputs[0].value
     assert isinstance(choice, int)

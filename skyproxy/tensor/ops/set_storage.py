@@ -70,8 +70,7 @@ def _empty_like(self: torch.Tensor) -> torch.Tensor:
 
 
 def _view_like(self: torch.Tensor, root: Handle, meta: Meta) -> torch.Tensor:
-    d = meta.description
-    return _with_bits_of(self, view_of(root, plain_meta(d.size, d.dtype, d.stride, d.offset)))
+    return _with_bits_of(self, view_of(root, plain_meta(meta.size, meta.dtype, meta.stride, meta.offset)))
 
 
 def _with_bits_of(self: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

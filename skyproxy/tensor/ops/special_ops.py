@@ -30,9 +30,10 @@ from skyproxy.tensor.core.torch_private import (
 )
 from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.binding import BoundCall
+from skyproxy.tensor.dispatch.hot_path import dispatch_remote
 from skyproxy.tensor.dispatch.kernels import kernel
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
-from skyproxy.tensor.dispatch.op_info import OpInfo, Special, implements
+from skyproxy.tensor.dispatch.op_info import OpInfo, Special, implements, plain_op
 from skyproxy.tensor.dispatch.recording import run
 from skyproxy.tensor.ops.set_storage import set_to_part
 
@@ -354,6 +355,9 @@ def _as_special(function: Callable[..., object]) -> Special:
     return lambda info, func, args, kwargs: function(*args, **kwargs)
 
 
+_plain_empty_strided = plain_op(aten.new_empty_strided.default)
+
+
 @implements("aten::new_empty_strided")
 def _new_empty_strided(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Make an empty tensor; where autograd asks for a leaf's layout, that of a compressed one is none to have strides.
@@ -362,6 +366,10 @@ def _new_empty_strided(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kw
     gradient is copied as it is.
     """
     if kwargs.get("layout") in (None, torch.strided):
+        rest = {name: value for name, value in kwargs.items() if name not in ("layout", "device")}
+        asked = kwargs.get("device")
+        if type(args[0]) is RemoteTensor and (asked is None or asked == args[0]._sky.device.torch_device):
+            return dispatch_remote(None, _plain_empty_strided, None, args, rest)
         return run(BoundCall(info, args, kwargs))
     return args[0].new_empty(args[1], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
 

@@ -16,9 +16,9 @@ from skyproxy.tensor.shapes.elementwise import channels_last_stride
 from skyproxy.tensor.shapes.kernel_strides import in_kernel_order
 from skyproxy.tensor.shapes.networks import FULL_PRECISION
 from skyproxy.tensor.shapes.rules import FLOATS, Look, RuleResult, rule
-from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain
+from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain, suggests_row_major
 from skyproxy.tensor.shapes.strides import suggests_channels_last
-from skyproxy.tensor.shapes.windows import RULES, convolution_size
+from skyproxy.tensor.shapes.windows import RULES, convolved
 
 _TAKES_ANY_ORDER = torch_versions.minor(torch.__version__) >= (2, 15)
 """Up to 2.14, the kernel for gradients of group norms reads both its tensors by one order of memory."""
@@ -158,7 +158,9 @@ def _layer_norm(
 ) -> RuleResult:
     parts = [t for t in (weight, bias) if t is not None]
     shape = tuple(shape)
-    fits = _are_alike(gradient, x, mean, deviation, *parts) and x.dtype in FULL_PRECISION and gradient.size == x.size
+    # Of half precision, statistics and weights may be of another dtype, and a gradient has that of its own.
+    fits = _are_alike(gradient, x) and plain(mean, deviation, *parts) and gradient.size == x.size
+    fits = fits and all(t.dtype is x.dtype or x.dtype not in FULL_PRECISION for t in (mean, deviation, *parts))
     rank = len(x.size) - len(shape)
     if not fits or rank < 0 or x.size[rank:] != shape or any(t.size != shape for t in parts):
         return None
@@ -239,10 +241,16 @@ def _convolution(
         return None
     if mask[2] and not mask[1]:  # oneDNN gives the gradient of weights all the same
         return None
-    size = convolution_size(x, weight, stride, padding, dilation, transposed, extra, groups)
-    if size is None or gradient.size != size:
+    options = stride, padding, dilation, transposed, extra, groups
+    result = convolved(x, weight, *options)
+    if result is None or gradient.size != result.size:
         return None
-    return _mask_looks(mask, [_look_like(x), _look_like(weight), plain_meta(size[1:2], x.dtype)])
+    looks = [_look_like(x), _look_like(weight)]
+    if not (suggests_row_major(x) and suggests_row_major(weight)):
+        looks = [plain_meta(t.size, t.dtype, channels_last_stride(t.size)) for t in (x, weight)]
+        corrected = in_kernel_order("convolution_backward", looks, gradient, x, weight, biases, *options)
+        looks = [look for look, _ in corrected] or looks
+    return _mask_looks(mask, [*looks, plain_meta(result.size[1:2], x.dtype)])
 
 
 def _are_images(*tensors: Meta) -> bool:
@@ -284,6 +292,19 @@ def _plain_resampling(gradient: Meta, area: Sequence[int], size: Sequence[int], 
     fits = _are_images(gradient) and len(size) == 4 and all(type(n) is int and n > 0 for n in (*size, *area))
     fits = fits and gradient.size == (*size[:2], *area)
     return [fresh(tuple(size), gradient.dtype)] if fits else None
+
+
+@rule("upsample_nearest3d_backward upsample_trilinear3d_backward")
+def _resampling_of_volumes(gradient: Meta, area: Sequence[int], size: Sequence[int], *rest: object) -> RuleResult:
+    fits = _are_alike(gradient) and suggests_row_major(gradient) and len(size) == 5
+    fits = fits and all(type(n) is int and n > 0 for n in (*size, *area)) and gradient.size == (*size[:2], *area)
+    return [fresh(tuple(size), gradient.dtype)] if fits else None
+
+
+@rule("max_pool3d_with_indices_backward avg_pool3d_backward")
+def _pooling_of_volumes(gradient: Meta, x: Meta, *rest: object) -> RuleResult:
+    fits = _are_alike(gradient, x) and are_row_major(x) and suggests_row_major(x) and len(x.size) in (4, 5)
+    return [fresh(x.size, x.dtype)] if fits and gradient.size[:-3] == x.size[:-3] else None
 
 
 def _padding(name: str) -> None:

@@ -191,6 +191,13 @@ def _scatter(target: Meta, dim: int, index: Meta, source: Meta) -> RuleResult:
     return _target_if(fits and all(n <= m for n, m in zip(index.size, source.size, strict=True)))
 
 
+@rule("scatter_reduce_.two")
+def _scatter_reduced(
+    target: Meta, dim: int, index: Meta, source: Meta, how: object, *, include_self: object = True
+) -> RuleResult:
+    return _scatter(target, dim, index, source) if target.dtype in FLOATS and type(source) is Meta else None
+
+
 @rule("tril_ triu_")
 def _triangle(target: Meta, diagonal: object = 0) -> RuleResult:
     return _target_if(len(target.size) >= 2 and type(diagonal) is int and keeps_target(target))

@@ -1,4 +1,4 @@
-"""Shape rules for what puts tensors together or a border around one: their order of memory is read from all of them.
+"""Shape rules for what puts tensors together or a border around one, and for what takes one apart.
 
 See `shapes.rules`; this module completes its table.
 """
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride, result_dtype
-from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, preserved, rule
-from skyproxy.tensor.shapes.selections import RULES, plain
+from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, preserved, row_major, rule
+from skyproxy.tensor.shapes.selections import RULES, are_integers, axis_of, plain
 from skyproxy.tensor.shapes.strides import reshaped_stride, suggests_channels_last
 
 
@@ -104,6 +104,64 @@ def _mirror(x: Meta, pad: Sequence[int]) -> RuleResult:
     fits = all(pad[2 * i + j] < x.size[-1 - i] for i in range(pairs) for j in (0, 1))
     in_format = pairs > 1 and suggests_channels_last(x.size, x.stride)
     return [(plain_meta(size, x.dtype, channels_last_stride(size) if in_format else None), None)] if fits else None
+
+
+def _scatter_into(name: str, view: str) -> None:
+    """Register a rule for an op that gives a copy of a tensor in which a view of it is another one."""
+
+    @rule(name)
+    def put(x: Meta, part: Meta, *place: object, **named: object) -> RuleResult:
+        found = RULES["aten::" + view](x, *place, **named) if plain(x, part) and part.dtype is x.dtype else None
+        if found is None or found[0][0].size != part.size:  # type: ignore[union-attr]
+            return None
+        if row_major(x) and not x.offset:
+            return [(x, None)]
+        # What repeats elements is copied; all others with the whole of their memory.
+        look = preserved(x) if any(n > 1 and not s for n, s in zip(x.size, x.stride, strict=True)) else None
+        return None if look is None else [(look, None)]
+
+
+_scatter_into("select_scatter", "select.int")
+_scatter_into("slice_scatter", "slice.Tensor")
+_scatter_into("diagonal_scatter", "diagonal")
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _parts(x: Meta, at: int, sizes: list[int]) -> RuleResult:
+    found: list[tuple[Meta, int | None]] = []
+    offset = x.offset
+    for n in sizes:
+        found.append((plain_meta((*x.size[:at], n, *x.size[at + 1 :]), x.dtype, x.stride, offset), 0))
+        offset += n * x.stride[at]
+    return [found]
+
+
+@rule("split.Tensor unsafe_split.Tensor")
+def _split(x: Meta, length: int, dim: int = 0) -> RuleResult:
+    at = axis_of(x, dim)
+    if at is None or not x.plain or 0 in x.size or type(length) is not int or length < 1:
+        return None
+    whole_parts, rest = divmod(x.size[at], length)
+    return _parts(x, at, [length] * whole_parts + [rest] * (rest > 0))
+
+
+@rule("split_with_sizes unsafe_split_with_sizes")
+def _split_with_sizes(x: Meta, sizes: Sequence[int], dim: int = 0) -> RuleResult:
+    at = axis_of(x, dim)
+    if at is None or not x.plain or 0 in x.size or not are_integers(sizes) or min(sizes, default=0) < 1:
+        return None
+    return _parts(x, at, list(sizes)) if sum(sizes) == x.size[at] else None
+
+
+@rule("unbind.int")
+def _unbind(x: Meta, dim: int = 0) -> RuleResult:
+    at = axis_of(x, dim)
+    if at is None or not x.plain or 0 in x.size:
+        return None
+    size, stride = x.size[:at] + x.size[at + 1 :], x.stride[:at] + x.stride[at + 1 :]
+    return [[(plain_meta(size, x.dtype, stride, x.offset + i * x.stride[at]), 0) for i in range(x.size[at])]]
 
 
 __all__ = ["RULES"]

@@ -61,6 +61,21 @@ def _mv(a: Meta, b: Meta) -> RuleResult:
     return [(plain_meta(a.size[:1], a.dtype), None)] if fits and a.plain and b.plain and a.dtype in FLOATS else None
 
 
+@rule("addmv")
+def _addmv(bias: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
+    found = _mv(a, b) if bias.plain and bias.dtype is a.dtype and 0 not in a.size else None
+    return found if found is not None and bias.size in (a.size[:1], (1,), ()) else None
+
+
+@rule("addbmm")
+def _addbmm(bias: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
+    fits = _can_multiply(a, b) and bias.plain and bias.dtype is a.dtype and len(a.size) == len(b.size) == 3
+    if not fits or a.size[0] != b.size[0] or a.size[2] != b.size[1]:
+        return None
+    size = (a.size[1], b.size[2])
+    return _fresh_result(size, a.dtype) if broadcast_sizes((bias.size, size)) == size else None
+
+
 @rule("dot vdot")
 def _dot(a: Meta, b: Meta) -> RuleResult:
     fits = len(a.size) == len(b.size) == 1 and a.size == b.size and a.dtype is b.dtype and a.plain and b.plain

@@ -198,8 +198,29 @@ def _loss(x: Meta, target: Meta, reduction: int = 1, *numbers: object) -> RuleRe
 
 @rule("mse_loss_backward smooth_l1_loss_backward huber_loss_backward")
 def _loss_backward(gradient: Meta, x: Meta, target: Meta, reduction: int, *numbers: object) -> RuleResult:
-    fits = whole_floats(gradient, x, target) and x.size == target.size and gradient.size in ((), x.size)
+    """Row-major, however the operands lie: the kernels write into zeros that were made so."""
+    fits = plain(gradient, x, target) and x.dtype in FLOATS and gradient.dtype is target.dtype is x.dtype
+    fits = fits and x.size == target.size and gradient.size in ((), x.size)
     return [fresh(x.size, x.dtype)] if fits else None
+
+
+@rule("soft_margin_loss")
+def _soft_margin(x: Meta, target: Meta, reduction: int = 1) -> RuleResult:
+    fits = plain(x, target) and x.dtype in FLOATS and x.dtype is target.dtype and x.size == target.size
+    if not fits or reduction not in (0, 1, 2):
+        return None
+    return [fresh((), x.dtype)] if reduction else in_kernel_order("soft_margin_loss", [_row_major(x)], x, target, 0)
+
+
+def _row_major(x: Meta) -> Meta:
+    return plain_meta(x.size, x.dtype)
+
+
+@rule("log_sigmoid_backward")
+def _log_sigmoid_backward(gradient: Meta, x: Meta, buffer: Meta) -> RuleResult:
+    fits = plain(gradient, x) and x.dtype in FLOATS and gradient.dtype is x.dtype and gradient.size == x.size
+    look = preserved(gradient) if fits and buffer.dtype is x.dtype and buffer.size in (x.size, (0,)) else None
+    return None if look is None else [(look, None)]
 
 
 @rule("nll_loss_forward")

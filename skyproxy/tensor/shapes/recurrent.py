@@ -6,8 +6,8 @@ See `shapes.rules`; this module completes its table.
 from __future__ import annotations
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.lists import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
+from skyproxy.tensor.shapes.transforms import RULES
 
 
 def _gates(*tensors: Meta, count: int) -> int | None:

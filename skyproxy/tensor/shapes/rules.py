@@ -142,7 +142,13 @@ def _shape_rule(like: Meta, dtype: torch.dtype) -> RuleResult:
 
 def _has_tensor(*operands: object) -> bool:
     """Return whether all are tensors or numbers, and there is a tensor among them."""
-    return any(type(a) is Meta for a in operands) and all(type(a) is Meta or type(a) in NUMBERS for a in operands)
+    found = False
+    for a in operands:
+        if type(a) is Meta:
+            found = True
+        elif type(a) not in NUMBERS:
+            return False
+    return found
 
 
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
@@ -267,6 +273,24 @@ def _degrees(a: Meta) -> RuleResult:
 @rule(_SIGNED_UNARY)
 def _sign_rule(a: Meta, *numbers: object) -> RuleResult:
     return _result((a,), a.dtype) if a.dtype in FLOATS or a.dtype in INTEGERS else None
+
+
+@rule("abs")
+def _magnitude(a: Meta) -> RuleResult:
+    if a.dtype not in _COMPLEX:
+        return _sign_rule(a)
+    look = preserved(a)
+    return None if look is None or 0 in a.size else [(plain_meta(a.size, a.dtype.to_real(), look.stride), None)]
+
+
+@rule("sgn")
+def _direction(a: Meta) -> RuleResult:
+    return _result((a,), a.dtype) if a.dtype in _COMPLEX else _sign_rule(a)
+
+
+@rule("polygamma")
+def _polygamma(order: int, a: Meta) -> RuleResult:
+    return _fraction(a)
 
 
 @rule("hardtanh")

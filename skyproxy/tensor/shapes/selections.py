@@ -1,4 +1,4 @@
-"""Shape rules for what selects, moves and reduces: indexing, gathering, sorting, padding, splitting, reductions.
+"""Shape rules for what selects, moves and reduces: indexing, gathering, sorting, padding, reductions.
 
 See `shapes.rules`; this module completes its table. Most rules answer for row-major tensors only.
 """
@@ -32,7 +32,7 @@ Dims = int | list[int] | tuple[int, ...] | None
 
 def are_row_major(*tensors: object) -> bool:
     """Return whether all are row-major tensors that are not empty."""
-    return all(type(t) is Meta and row_major(t) and 0 not in t.size and t.dtype in _DTYPES for t in tensors)
+    return plain(*tensors) and all(map(row_major, tensors))  # type: ignore[arg-type]
 
 
 def fresh(size: Ints, dtype: torch.dtype) -> tuple[Meta, None]:
@@ -42,7 +42,10 @@ def fresh(size: Ints, dtype: torch.dtype) -> tuple[Meta, None]:
 
 def plain(*tensors: object) -> bool:
     """Return whether all are tensors that are not empty, in any order of memory, with gaps or repeated elements."""
-    return all(type(t) is Meta and t.plain and 0 not in t.size and t.dtype in _DTYPES for t in tensors)
+    for t in tensors:  # noqa: SIM110  # most rules ask this, and a generator takes twice as long
+        if type(t) is not Meta or not t.plain or 0 in t.size or t.dtype not in _DTYPES:
+            return False
+    return True
 
 
 def _are_in_order(*tensors: object) -> bool:
@@ -58,12 +61,14 @@ def _are_in_order(*tensors: object) -> bool:
     )
 
 
-def _axis(x: Meta, dim: int) -> int | None:
+def axis_of(x: Meta, dim: int) -> int | None:
+    """The dimension as a number from zero; None where there is no such one."""
     rank = len(x.size)
     return dim % rank if rank and type(dim) is int and -rank <= dim < rank else None
 
 
-def _integers(values: Sequence[object]) -> bool:
+def are_integers(values: Sequence[object]) -> bool:
+    """Return whether it is a list of integers."""
     return type(values) in (list, tuple) and all(type(n) is int for n in values)
 
 
@@ -121,7 +126,7 @@ def _can_be_put_by_mask(x: Meta, indices: Sequence[Meta | None], values: Meta) -
 
 
 def _fits(x: Meta, dim: int, index: Meta) -> bool:
-    at = _axis(x, dim)
+    at = axis_of(x, dim)
     fits = at is not None and x.plain and index.plain and 0 not in x.size and 0 not in index.size
     fits = fits and index.dtype is torch.int64 and len(index.size) == len(x.size) and x.dtype in _DTYPES
     return fits and all(n <= m for i, (n, m) in enumerate(zip(index.size, x.size, strict=True)) if i != at)
@@ -148,7 +153,7 @@ def _scatter_number(x: Meta, dim: int, index: Meta, value: object) -> RuleResult
 @rule("index_fill.int_Scalar")
 def _index_fill(x: Meta, dim: int, index: Meta, value: object) -> RuleResult:
     kinds = (int, float, bool) if x.dtype in FLOATS else (bool,) if x.dtype is torch.bool else (int, bool)
-    fits = plain(x, index) and index.dtype is torch.int64 and len(index.size) == 1 and _axis(x, dim) is not None
+    fits = plain(x, index) and index.dtype is torch.int64 and len(index.size) == 1 and axis_of(x, dim) is not None
     look = preserved(x) if fits and type(value) in kinds else None
     return None if look is None else [(look, None)]
 
@@ -162,6 +167,12 @@ def _masked_scatter(x: Meta, mask: Meta, source: Meta) -> RuleResult:
 @rule("isin.Tensor_Tensor")
 def _isin(x: Meta, among: Meta, **options: object) -> RuleResult:
     fits = are_row_major(x, among) and x.dtype is among.dtype and x.dtype is not torch.bool
+    return [fresh(x.size, torch.bool)] if fits else None
+
+
+@rule("isin.Tensor_Scalar")
+def _is(x: Meta, number: object, **options: object) -> RuleResult:
+    fits = are_row_major(x) and type(number) in (int, float) and x.dtype is not torch.bool
     return [fresh(x.size, torch.bool)] if fits else None
 
 
@@ -180,7 +191,7 @@ def _search(
 
 @rule("slice_backward select_backward")
 def _selection_backward(gradient: Meta, size: Sequence[int], *rest: object) -> RuleResult:
-    return [fresh(tuple(size), gradient.dtype)] if _integers(size) and gradient.plain else None
+    return [fresh(tuple(size), gradient.dtype)] if are_integers(size) and gradient.plain else None
 
 
 @rule("embedding_dense_backward")
@@ -195,7 +206,7 @@ def _embedding_backward(gradient: Meta, indices: Meta, count: int, *rest: object
 
 @rule("sort")
 def _sort(x: Meta, dim: int = -1, descending: bool = False) -> RuleResult:
-    look = preserved(x) if plain(x) and _axis(x, dim) is not None else None
+    look = preserved(x) if plain(x) and axis_of(x, dim) is not None else None
     return None if look is None else [(look, None), (plain_meta(look.size, torch.int64, look.stride), None)]
 
 
@@ -206,12 +217,12 @@ def _stable_sort(x: Meta, *, stable: bool | None = None, dim: int = -1, descendi
 
 @rule("argsort")
 def _argsort(x: Meta, dim: int = -1, descending: bool = False) -> RuleResult:
-    return [fresh(x.size, torch.int64)] if are_row_major(x) and _axis(x, dim) is not None else None
+    return [fresh(x.size, torch.int64)] if are_row_major(x) and axis_of(x, dim) is not None else None
 
 
 @rule("topk")
 def _topk(x: Meta, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> RuleResult:
-    at = _axis(x, dim)
+    at = axis_of(x, dim)
     if at is None or not plain(x) or x.dtype is torch.bool or type(k) is not int or not 0 < k <= x.size[at]:
         return None
     size = (*x.size[:at], k, *x.size[at + 1 :])
@@ -220,15 +231,15 @@ def _topk(x: Meta, k: int, dim: int = -1, largest: bool = True, ordered: bool = 
 
 @rule("flip")
 def _flip(x: Meta, dims: Sequence[int]) -> RuleResult:
-    places = [_axis(x, dim) for dim in dims]
+    places = [axis_of(x, dim) for dim in dims]
     look = preserved(x) if plain(x) and None not in places and len(set(places)) == len(places) else None
     return None if look is None else [(look, None)]
 
 
 @rule("roll")
 def _roll(x: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> RuleResult:
-    places = [_axis(x, dim) for dim in dims]
-    fits = plain(x) and _integers(shifts) and None not in places
+    places = [axis_of(x, dim) for dim in dims]
+    fits = plain(x) and are_integers(shifts) and None not in places
     fits = fits and (len(shifts) == len(places) > 0 or (not places and len(shifts) == 1))
     return in_kernel_order("roll", [plain_meta(x.size, x.dtype)], x, shifts, dims) if fits else None
 
@@ -246,44 +257,6 @@ def suggests_row_major(x: Meta) -> bool:
     return not suggests_channels_last(x.size, x.stride)
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def _parts(x: Meta, at: int, sizes: list[int]) -> RuleResult:
-    found: list[tuple[Meta, int | None]] = []
-    offset = x.offset
-    for n in sizes:
-        found.append((plain_meta((*x.size[:at], n, *x.size[at + 1 :]), x.dtype, x.stride, offset), 0))
-        offset += n * x.stride[at]
-    return [found]
-
-
-@rule("split.Tensor unsafe_split.Tensor")
-def _split(x: Meta, length: int, dim: int = 0) -> RuleResult:
-    at = _axis(x, dim)
-    if at is None or not x.plain or 0 in x.size or type(length) is not int or length < 1:
-        return None
-    whole_parts, rest = divmod(x.size[at], length)
-    return _parts(x, at, [length] * whole_parts + [rest] * (rest > 0))
-
-
-@rule("split_with_sizes unsafe_split_with_sizes")
-def _split_with_sizes(x: Meta, sizes: Sequence[int], dim: int = 0) -> RuleResult:
-    at = _axis(x, dim)
-    if at is None or not x.plain or 0 in x.size or not _integers(sizes) or min(sizes, default=0) < 1:
-        return None
-    return _parts(x, at, list(sizes)) if sum(sizes) == x.size[at] else None
-
-
-@rule("unbind.int")
-def _unbind(x: Meta, dim: int = 0) -> RuleResult:
-    at = _axis(x, dim)
-    if at is None or not x.plain or 0 in x.size:
-        return None
-    size, stride = x.size[:at] + x.size[at + 1 :], x.stride[:at] + x.stride[at + 1 :]
-    return [[(plain_meta(size, x.dtype, stride, x.offset + i * x.stride[at]), 0) for i in range(x.size[at])]]
-
-
 # --- reductions ------------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +267,7 @@ def _reduce(x: Meta, dims: Dims, keepdim: bool) -> Ints | None:
     if dims is None or (isinstance(dims, list | tuple) and not dims):
         places: list[int | None] = list(range(len(x.size)))
     else:
-        places = [_axis(x, dim) for dim in (dims if isinstance(dims, list | tuple) else [dims])]
+        places = [axis_of(x, dim) for dim in (dims if isinstance(dims, list | tuple) else [dims])]
     if None in places or len(set(places)) != len(places):
         return None
     return tuple(1 if i in places else n for i, n in enumerate(x.size) if keepdim or i not in places)
@@ -313,20 +286,20 @@ def _median(x: Meta, dim: int = -1, keepdim: bool = False) -> RuleResult:
 
 @rule("kthvalue")
 def _kth_value(x: Meta, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
-    at = _axis(x, dim)
+    at = axis_of(x, dim)
     fits = at is not None and type(k) is int and x.dtype in FLOATS and 0 < k <= x.size[at]
     return _extreme(x, dim, keepdim) if fits else None
 
 
 @rule("cummax cummin")
 def _extreme_so_far(x: Meta, dim: int) -> RuleResult:
-    fits = plain(x) and x.dtype in FLOATS and _axis(x, dim) is not None
+    fits = plain(x) and x.dtype in FLOATS and axis_of(x, dim) is not None
     return [fresh(x.size, x.dtype), fresh(x.size, torch.int64)] if fits else None
 
 
 @rule("logcumsumexp")
 def _logcumsumexp(x: Meta, dim: int) -> RuleResult:
-    return [fresh(x.size, x.dtype)] if are_row_major(x) and x.dtype in FLOATS and _axis(x, dim) is not None else None
+    return [fresh(x.size, x.dtype)] if are_row_major(x) and x.dtype in FLOATS and axis_of(x, dim) is not None else None
 
 
 @rule("bucketize.Tensor")
@@ -476,7 +449,7 @@ def _new(
 ) -> RuleResult:
     chosen = x.dtype if dtype is None else dtype
     fits = x.plain and layout in (None, torch.strided) and not rest.get("pin_memory") and chosen in _DTYPES
-    return [fresh(tuple(size), chosen)] if fits and _integers(size) and min(size, default=0) >= 0 else None
+    return [fresh(tuple(size), chosen)] if fits and are_integers(size) and min(size, default=0) >= 0 else None
 
 
 @rule("new_full")
@@ -489,14 +462,14 @@ def _new_strided(
     x: Meta, size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **options: object
 ) -> RuleResult:
     found = _new(x, size, dtype=dtype, **options)
-    if found is None or not _integers(stride) or len(stride) != len(size) or min(stride, default=0) < 0:
+    if found is None or not are_integers(stride) or len(stride) != len(size) or min(stride, default=0) < 0:
         return None
     return [(plain_meta(tuple(size), x.dtype if dtype is None else dtype, tuple(stride)), None)]
 
 
 @rule("index_add index_copy")
 def _index_add(x: Meta, dim: int, index: Meta, source: Meta, *, alpha: object = 1) -> RuleResult:
-    at = _axis(x, dim)
+    at = axis_of(x, dim)
     fits = (
         at is not None
         and are_row_major(x, index)
@@ -509,4 +482,4 @@ def _index_add(x: Meta, dim: int, index: Meta, source: Meta, *, alpha: object = 
     return [fresh(x.size, x.dtype)] if source.size == (*x.size[:at], *index.size, *x.size[at + 1 :]) else None
 
 
-__all__ = ["RULES", "are_row_major", "fresh", "plain", "suggests_row_major"]
+__all__ = ["RULES", "are_integers", "are_row_major", "axis_of", "fresh", "plain", "suggests_row_major"]

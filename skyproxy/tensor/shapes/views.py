@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.strides import reshaped_stride
 
 RuleResult = list[tuple[Meta, int | None]] | None
 Rule = Callable[..., RuleResult]
 VIEW_RULES: dict[str, Rule] = {}
+_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""The dtype of the real and of the imaginary part."""
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
@@ -211,3 +215,20 @@ def _expand(a: Meta, size: Sequence[int], *, implicit: bool = False) -> RuleResu
             if new_size[i] == 1:
                 new_stride[i] = new_size[i + 1] * new_stride[i + 1] if i + 1 < len(new_size) else 1
     return _view(a, tuple(new_size), tuple(new_stride), a.offset)
+
+
+@_rule("view_as_real")
+def _view_as_real(a: Meta) -> RuleResult:
+    if not a.plain or a.dtype not in _PARTS:
+        return None
+    stride = (*(2 * n for n in a.stride), 1)
+    return [(plain_meta((*a.size, 2), _PARTS[a.dtype], stride, 2 * a.offset), 0)]
+
+
+@_rule("view_as_complex")
+def _view_as_complex(a: Meta) -> RuleResult:
+    whole = next((whole for whole, part in _PARTS.items() if part is a.dtype), None)
+    fits = a.plain and whole is not None and len(a.size) > 0 and a.size[-1] == 2 and a.stride[-1] == 1
+    if not fits or whole is None or a.offset % 2 or any(n % 2 for n in a.stride[:-1]):
+        return None
+    return [(plain_meta(a.size[:-1], whole, tuple(n // 2 for n in a.stride[:-1]), a.offset // 2), 0)]

@@ -5,6 +5,7 @@ See `shapes.rules`; this module adds to its table.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,8 @@ from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 def _pair(values: Sequence[int], otherwise: Sequence[int] = ()) -> tuple[int, ...] | None:
     values = values or otherwise
+    if type(values) is list and len(values) == 2 and type(values[0]) is type(values[1]) is int:
+        return values[0], values[1]
     if type(values) not in (list, tuple) or len(values) not in (1, 2) or not all(type(n) is int for n in values):
         return None
     return tuple(values) * 2 if len(values) == 1 else tuple(values)
@@ -82,6 +85,57 @@ def _avg_pool(
     return None if size is None else [_result_in_format(x, size, x.dtype)]
 
 
+def _pooled_volume(
+    x: Meta, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool
+) -> Ints | None:
+    rows = [list(a) * 3 if len(a) == 1 else list(a) for a in (kernel, stride or kernel, padding, dilation)]
+    fits = whole_floats(x) and suggests_row_major(x) and len(x.size) in (4, 5) and not ceil
+    if not fits or not all(len(a) == 3 and all(type(n) is int for n in a) for a in rows):
+        return None
+    sides, steps, pads, gaps = rows
+    if min(*sides, *steps, *gaps) < 1 or any(p < 0 or 2 * p > k for p, k in zip(pads, sides)):
+        return None
+    area = [(n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[-3:], sides, steps, pads, gaps)]
+    return (*x.size[:-3], *area) if min(area) > 0 else None
+
+
+@rule("max_pool3d_with_indices")
+def _max_pool_of_volumes(
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil: bool = False,
+) -> RuleResult:
+    size = _pooled_volume(x, kernel, stride, padding, dilation, ceil)
+    return None if size is None else [fresh(size, x.dtype), fresh(size, torch.int64)]
+
+
+@rule("avg_pool3d")
+def _avg_pool_of_volumes(
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil: bool = False,
+    counted: object = True,
+    divisor: object = None,
+) -> RuleResult:
+    fits = divisor is None and x.dtype in FULL_PRECISION
+    size = _pooled_volume(x, kernel, stride, padding, (1,), ceil) if fits else None
+    sides = kernel if len(kernel) == 3 else [*kernel] * 3
+    # Unlike others, this one refuses windows that only fit with the padding.
+    return [fresh(size, x.dtype)] if size is not None and all(map(operator.ge, x.size[-3:], sides)) else None
+
+
+@rule("affine_grid_generator")
+def _affine_grid(theta: Meta, size: Sequence[int], aligned: object) -> RuleResult:
+    fits = whole_floats(theta) and theta.dtype in FULL_PRECISION and all(type(n) is int and n > 0 for n in size)
+    fits = fits and len(size) == 4 and theta.size == (size[0], 2, 3)
+    return [fresh((size[0], *size[2:], 2), theta.dtype)] if fits else None
+
+
 @rule("_adaptive_avg_pool2d")
 def _adaptive_pool(x: Meta, size: Sequence[int]) -> RuleResult:
     area = _pair(size)
@@ -120,12 +174,12 @@ def _convolution_size(
     rank = len(x.size) - 2
     if not all(t.plain and t.dtype is x.dtype and 0 not in t.size for t in (x, *parts)):
         return None
-    if x.dtype not in FULL_PRECISION or rank not in (1, 2, 3) or len(weight.size) != rank + 2:
+    if x.dtype not in FLOATS or rank not in (1, 2, 3) or len(weight.size) != rank + 2:
         return None
     # One dimension is computed as two, where another order of memory counts as a format if one of them is of size one.
     if rank != 2 and not (whole_floats(*parts) and (whole_floats(x) or (rank == 1 and 1 not in x.size))):
         return None
-    if not (suggests_row_major(x) and suggests_row_major(weight)) or type(groups) is not int or groups < 1:
+    if type(groups) is not int or groups < 1:
         return None
     if (
         x.size[1] != weight.size[1] * groups
@@ -157,11 +211,11 @@ def _convolution(
     extra: Sequence[int],
     groups: int,
 ) -> RuleResult:
-    size = convolution_size(x, weight, stride, padding, dilation, transposed, extra, groups, bias)
-    return None if size is None else [fresh(size, x.dtype)]
+    look = convolved(x, weight, stride, padding, dilation, transposed, extra, groups, bias)
+    return None if look is None else [(look, None)]
 
 
-def convolution_size(
+def convolved(
     x: Meta,
     weight: Meta,
     stride: Sequence[int],
@@ -171,11 +225,17 @@ def convolution_size(
     extra: Sequence[int],
     groups: int,
     bias: Meta | None = None,
-) -> Ints | None:
-    """The size of what a convolution gives, in row-major order; None where that takes more thought."""
+) -> Meta | None:
+    """Return what a convolution gives; None where that takes more thought."""
+    in_format = not (suggests_row_major(x) and suggests_row_major(weight))
     if transposed:
-        return _transposed_convolution_size(x, weight, bias, stride, padding, dilation, extra, groups)
-    return _convolution_size(x, weight, bias, stride, padding, dilation, groups)
+        size = _transposed_convolution_size(x, weight, bias, stride, padding, dilation, extra, groups)
+    else:
+        size = _convolution_size(x, weight, bias, stride, padding, dilation, groups)
+    # Some devices have other orders of memory for float64, and for volumes.
+    if size is None or (in_format and (transposed or len(size) != 4 or x.dtype is torch.float64)):
+        return None
+    return plain_meta(size, x.dtype, channels_last_stride(size) if in_format else None)
 
 
 def _transposed_convolution_size(
@@ -188,20 +248,19 @@ def _transposed_convolution_size(
     extra: Sequence[int],
     groups: int,
 ) -> tuple[int, ...] | None:
-    """The size of a transposed convolution over images; None where that takes more thought."""
+    """The size of a transposed convolution over images or lines; None where that takes more thought."""
     parts = [t for t in (weight, bias) if t is not None]
-    fits = whole_floats(x, *parts) and x.dtype in FULL_PRECISION
-    fits = fits and len(x.size) == len(weight.size) == 4 and groups == 1
+    rank = len(x.size) - 2
+    fits = whole_floats(x, *parts) and x.dtype in FULL_PRECISION and type(groups) is int and groups > 0
+    fits = fits and rank in (1, 2) and len(weight.size) == rank + 2 and not x.size[1] % groups
     if not fits or not suggests_row_major(x) or not suggests_row_major(weight) or x.size[1] != weight.size[0]:
         return None
-    steps, pads, gaps, more = (_pair(a) for a in (stride, padding, dilation, extra))
-    if (
-        steps is None
-        or pads is None
-        or gaps is None
-        or more is None
-        or (bias is not None and bias.size != weight.size[1:2])
-    ):
+    channels = weight.size[1] * groups
+    rows = [list(a) * rank if len(a) == 1 else list(a) for a in (stride, padding, dilation, extra)]
+    if any(len(a) != rank or not all(type(n) is int for n in a) for a in rows):
+        return None
+    steps, pads, gaps, more = rows
+    if bias is not None and bias.size != (channels,):
         return None
     if (
         min(steps) < 1
@@ -215,7 +274,7 @@ def _transposed_convolution_size(
         (n - 1) * s - 2 * p + g * (k - 1) + m + 1
         for n, k, s, p, g, m in zip(x.size[2:], weight.size[2:], steps, pads, gaps, more)
     ]
-    return (x.size[0], weight.size[1], *area) if min(area) > 0 else None
+    return (x.size[0], channels, *area) if min(area) > 0 else None
 
 
 @rule("im2col")
@@ -251,4 +310,4 @@ def _max_pool_of_lines(
     return [fresh((*x.size[:-1], count), x.dtype)] if count > 0 else None
 
 
-__all__ = ["RULES", "convolution_size"]
+__all__ = ["RULES", "convolved"]

@@ -14,7 +14,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta
-from skyproxy.tensor.dispatch import inference
+from skyproxy.tensor.dispatch import entries, inference
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import info_of
 
@@ -278,7 +278,7 @@ def _check_meta_tensors(part: int, parts: int, sky: str, monkeypatch: pytest.Mon
     wrong: list[str] = []
     compared = 0
 
-    def both(call: BoundCall) -> inference.Entry | None:
+    def both(call: BoundCall) -> entries.Entry | None:
         nonlocal compared
         by_fake = inference._run_without_values(call, "cpu")
         key = tuple(call.key)

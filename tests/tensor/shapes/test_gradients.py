@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.tensor.rule_checking import Checking, answer_of
+from tests.tensor.rule_checking import Checking, answer_of, mismatch
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 _CHANNELS = 8
@@ -36,7 +36,16 @@ IMAGES: dict[str, tuple[Layer, str]] = {
     "without bias": (lambda x: F.conv2d(x, _MATRIX, padding=1), "convolution_backward"),
     "of frozen weights": (lambda x: F.conv2d(x, _MATRIX.detach(), _FROZEN, padding=1), "convolution_backward"),
     "of the first layer": (lambda x: F.conv2d(x.detach(), _MATRIX, _ROW, padding=1), "convolution_backward"),
+    "of halves": (lambda x: F.conv2d(x.bfloat16(), _MATRIX.bfloat16(), padding=1), "convolution_backward"),
+    "of weights by channel": (
+        lambda x: F.conv2d(x, _MATRIX.contiguous(memory_format=torch.channels_last)),
+        "convolution_backward",
+    ),
     "by depth": (lambda x: F.conv2d(x, _MATRIX[:, :1], padding=1, groups=8), "convolution_backward"),
+    "transposed by depth": (
+        lambda x: F.conv_transpose2d(x, _MATRIX[:, :1].contiguous(), groups=8),
+        "convolution_backward",
+    ),
     "transposed": (lambda x: F.conv_transpose2d(x, _MATRIX, _ROW, stride=2), "convolution_backward"),
     "batch norm": (
         lambda x: F.batch_norm(x, torch.zeros(8), torch.ones(8), _ROW, _ROW, training=True),
@@ -77,6 +86,19 @@ ROWS: dict[str, tuple[Layer, str]] = {
     "layer norm": (lambda x: F.layer_norm(x, (8,), _ROW, _ROW), "native_layer_norm_backward"),
     "layer norm, frozen": (lambda x: F.layer_norm(x, (8,), _FROZEN, _FROZEN), "native_layer_norm_backward"),
     "layer norm, without bias": (lambda x: F.layer_norm(x, (8,), _ROW), "native_layer_norm_backward"),
+    "layer norm of halves": (lambda x: F.layer_norm(x.bfloat16(), (8,)), "native_layer_norm_backward"),
+    "layer norm of halves, learned": (
+        lambda x: F.layer_norm(x.bfloat16(), (8,), _ROW, _ROW),
+        "native_layer_norm_backward",
+    ),
+    "squares": (lambda x: F.mse_loss(x, x.detach().contiguous()), "mse_loss_backward"),
+    "smooth squares": (lambda x: F.smooth_l1_loss(x, x.detach(), reduction="none"), "smooth_l1_loss_backward"),
+    "logarithms": (F.logsigmoid, "log_sigmoid_backward"),
+    "transposed convolution of rows": (
+        lambda x: F.conv_transpose1d(x.transpose(1, 2).contiguous(), _MATRIX[..., 0].contiguous(), _ROW, stride=2),
+        "convolution_backward",
+    ),
+    "with another part": (lambda x: x.contiguous().select_scatter(x[:, 0] * 2, 1, 0), "select_scatter"),
     "layer norm, plain": (lambda x: F.layer_norm(x, (8,)), "native_layer_norm_backward"),
     "dropout": (lambda x: torch.native_dropout(x, 0.5, True)[0], "native_dropout_backward"),
     "attention": (
@@ -173,6 +195,44 @@ def test_gradients_of_rows_look_as_pytorch_makes_them(case: str, size: tuple[int
     checking = _problems(layer, torch.linspace(0.05, 0.95, torch.Size(size).numel()).view(size))
     assert not checking.wrong
     assert checking.answered.get("aten::" + op, 0) >= 4
+
+
+VOLUMES: dict[str, tuple[Layer, str]] = {
+    "largest": (lambda x: F.max_pool3d(x, (2, 1, 2), padding=(1, 0, 1)), "max_pool3d_with_indices_backward"),
+    "mean": (lambda x: F.avg_pool3d(x, 2, padding=1), "avg_pool3d_backward"),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), "upsample_nearest3d_backward"),
+    "trilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), "upsample_trilinear3d_backward"),
+}
+
+
+@pytest.mark.parametrize("size", [(2, 8, 4, 6, 5), (1, 8, 4, 3, 2), (2, 1, 4, 2, 3)])
+@pytest.mark.parametrize("case", VOLUMES)
+def test_gradients_of_volumes_look_as_pytorch_makes_them(case: str, size: tuple[int, ...]) -> None:
+    layer, op = VOLUMES[case]
+    checking = _problems(layer, torch.linspace(-2, 2, torch.Size(size).numel()).view(size))
+    assert not checking.wrong
+    assert checking.answered.get("aten::" + op, 0) >= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (1, 3)])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_convolutions_come_in_the_format_of_images_or_weights(
+    dtype: torch.dtype, kernel: tuple[int, int], groups: int
+) -> None:
+    """With images of one pixel and of one channel, alone in their batch or not: both formats fit these."""
+    answered = 0
+    for channels, height, width in ((4, 6, 5), (1, 6, 5), (4, 1, 5), (4, 1, 1)):
+        shared = groups if channels % groups == 0 else 1
+        images = torch.zeros(2, channels, height, width, dtype=dtype)
+        weights = torch.zeros(8, channels // shared, *kernel, dtype=dtype)
+        for x, weight in itertools.product(_orders(images), _orders(weights)):
+            numbers = [1, 1], [1, 1], [1, 1]
+            args = (x, weight, torch.zeros(len(weight), dtype=dtype), *numbers, False, [0, 0], shared)
+            if len(weight) % shared == 0:
+                assert mismatch("convolution", args, {}) is None
+                answered += answer_of("convolution", args, {}) is not None
+    assert answered > 150
 
 
 @pytest.mark.parametrize("mask", list(itertools.product((False, True), repeat=3)))

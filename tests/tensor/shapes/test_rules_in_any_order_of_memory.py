@@ -104,6 +104,18 @@ CASES: dict[str, Arguments] = {
     "native_layer_norm of halves": lambda x: (x.bfloat16(), x.shape[-1:], None, None, 1e-5),
     "upsample_nearest2d": lambda x: (x, [3, 5]),
     "_upsample_bilinear2d_aa": lambda x: (x, [3, 5], False),
+    "soft_margin_loss": lambda x: (x, x.contiguous(), 0),
+    "mse_loss_backward": lambda x: (torch.zeros(()), x, x.contiguous(), 1),
+    "log_sigmoid_backward": lambda x: (x, x.contiguous(), x.contiguous()),
+    "scatter_reduce_.two": lambda x: (x, 0, _places(x), x.clone(), "amax"),
+    "abs": lambda x: (torch.complex(x, x),),
+    "sgn": lambda x: (torch.complex(x, x),),
+    "polygamma": lambda x: (1, x),
+    "view_as_real": lambda x: (torch.complex(x, x),),
+    "view_as_complex": lambda x: (torch.stack((x, x), -1),),
+    "select_scatter": lambda x: (x[:1].expand(x.shape), x[0], 0, 0),
+    "addmv": lambda x: (x[:, 0], x.view(x.shape), x[0]),
+    "addbmm": lambda x: (x[0], x, x.new_zeros(x.shape[0], x.shape[2], x.shape[2])),
     "max_pool1d": lambda x: (x, [2]),
 }
 

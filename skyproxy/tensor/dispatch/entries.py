@@ -1,0 +1,222 @@
+"""What is remembered of one op on arguments that look a certain way: its results, and its number on the wire."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyproxy.protocol import commands
+from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch.op_info import TENSORS
+from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.dispatch.binding import BoundCall
+
+
+@dataclass(slots=True)
+class Output:
+    """One result of an op. Exactly one of the fields says what it is; with none of them, it is `value`.
+
+    Attributes:
+        meta: a fresh tensor that looks like this.
+        shares: with `meta`: the argument (by its number among the tensors) whose storage it shares.
+        items: a list of fresh tensors, each with what it shares.
+        argument: the argument of this name, which the op changed.
+        tensor: the argument with this number among the tensors: the op handed it back.
+        value: a plain value, or None.
+    """
+
+    meta: Meta | None = None
+    shares: int | None = None
+    items: list[tuple[Meta, int | None]] | None = None
+    argument: str | None = None
+    tensor: int | None = None
+    value: object = None
+
+    @property
+    def template(self) -> str:
+        if self.meta is not None:
+            return commands.NEW
+        return commands.NEW_LIST if self.items is not None else commands.IGNORED
+
+
+_NEW = (commands.NEW,)
+_IGNORED = (commands.IGNORED,)
+_FIRST = (Output(tensor=0),)
+
+
+_NONE_OR_FIRST = {None, 0}
+_is_plain = operator.attrgetter("plain")
+
+
+class Entry:
+    """The results of one op on arguments that look a certain way.
+
+    One fresh plain tensor, which most ops give, has fields of its own in place of an `Output`: there may be tens of
+    thousands of entries, and the garbage collector looks at each object in them.
+
+    Attributes:
+        outputs: its results.
+        changed: which tensors (by number) look otherwise afterwards, and how.
+        number: the op's number on the wire.
+        simple: whether the fast path may handle it: one fresh plain tensor, or the first argument itself.
+        meta: in the simple case, what the fresh tensor looks like; None if the first argument is the result.
+        several: whether the results are several fresh plain tensors, or None, for the fast path.
+        listed: for the fast path, the looks of the fresh plain tensors in the list that is the one result.
+        nothing: whether there is no result at all, for the fast path.
+        shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
+        output_templates: how each result is kept, see `protocol.commands`.
+        made: what the fresh tensors look like, then those that were written; the worker checks it the first time.
+    """
+
+    __slots__ = (
+        "_made",
+        "_outputs",
+        "changed",
+        "listed",
+        "meta",
+        "nothing",
+        "number",
+        "output_templates",
+        "several",
+        "shares_first",
+        "simple",
+    )
+
+    def __init__(self, outputs: Sequence[Output] | None, changed: Sequence[tuple[int, Meta]] = ()) -> None:
+        self._outputs = outputs
+        self._made: Sequence[Meta] | None = ()
+        self.changed = changed
+        self.number = 0
+        self.simple = self.several = self.nothing = self.shares_first = False
+        self.meta: Meta | None = None
+        self.listed: list[tuple[Meta, int | None]] | None = None
+        self.output_templates: Sequence[str] = ()
+
+    @property
+    def outputs(self) -> Sequence[Output]:
+        found = self._outputs
+        return (Output(self.meta, 0 if self.shares_first else None),) if found is None else found
+
+    @property
+    def made(self) -> Sequence[Meta]:
+        found = self._made
+        return (self.meta,) if found is None else found  # type: ignore[return-value]  # it is simple
+
+    @staticmethod
+    def of_rule(found: RuleAnswer, *, has_tensors: bool = True) -> Entry:
+        """Make an entry of what a shape rule tells of an op.
+
+        Args:
+            found: what the rule answered; a look that is None stands for a result that is None.
+            has_tensors: whether there are tensors among the arguments.
+        """
+        if found is TARGET:
+            entry = Entry(_FIRST)
+            entry.simple, entry.output_templates = True, _IGNORED
+            return entry
+        if len(found) == 1 and type(found[0]) is tuple:  # the usual case
+            only, shares = found[0]
+            if only is not None:
+                if has_tensors and only.plain and not shares:
+                    entry = Entry(None)
+                    entry.simple, entry.meta, entry.shares_first = True, only, shares == 0
+                    entry._made = None
+                else:
+                    entry = Entry((Output(only, shares),))
+                    entry._made = (only,)
+                entry.output_templates = _NEW
+                return entry
+        outputs = [Output(items=item) if isinstance(item, list) else Output(*item) for item in found]
+        looks = [look for item in found for look in (item if isinstance(item, list) else (item,))]
+        entry = Entry(outputs)
+        entry._made = [meta for meta, _ in looks if meta is not None]
+        entry.output_templates = tuple([output.template for output in outputs])
+        entry.nothing = not outputs
+        sharing = {shares for _, shares in looks}
+        if has_tensors and sharing <= _NONE_OR_FIRST and all(map(_is_plain, entry._made)):
+            entry.shares_first = 0 in sharing
+            if len(outputs) > 1:
+                entry.several = all(output.items is None for output in outputs)
+            elif outputs and len(entry._made) == len(looks):
+                entry.listed = outputs[0].items
+        return entry
+
+    def settle(self, call: BoundCall) -> Entry:
+        """Fills in what follows from outputs and changes."""
+        self.output_templates = tuple([output.template for output in self.outputs])
+        made: list[Meta] = []
+        for output in self.outputs:
+            if output.meta is not None:
+                made.append(output.meta)
+            elif output.items is not None:
+                made += [meta for meta, _ in output.items]
+        looks = dict(self.changed)
+        self._made = [*made, *(looks.get(i, call.tensors[i]._sky.meta) for i in written_tensors(call))]
+        quiet = not self.changed and not call.info.synchronizes
+        self.nothing = quiet and not self.outputs
+        self.several = (
+            quiet
+            and len(self.outputs) > 1
+            and all(
+                output.meta is not None and output.meta.plain and output.shares in (None, 0) for output in self.outputs
+            )
+        )
+        self.shares_first = self.several and any(output.shares == 0 for output in self.outputs)
+        if len(self.outputs) == 1 and not self.changed and call.tensors and not call.info.synchronizes:
+            output = self.outputs[0]
+            if output.meta is not None and output.meta.plain and output.shares in (None, 0):
+                self.simple, self.meta, self.shares_first = True, output.meta, output.shares == 0
+                if len(self._made) == 1:
+                    self._outputs = self._made = None  # they follow from these
+            elif output.items is not None and all(m.plain and shares in (None, 0) for m, shares in output.items):
+                self.listed, self.shares_first = output.items, any(shares == 0 for _, shares in output.items)
+            elif output.argument is not None and output.argument == call.info.names[0]:
+                self.simple = bool(call.args) and type(call.args[0]) is RemoteTensor
+        return self
+
+
+def expectation(entry: Entry, key: Iterable[object]) -> list[object]:
+    """The operand of EXPECT: what the results should look like, and the tensors that they were inferred from.
+
+    Args:
+        key: what `entry` is kept under, or the `Meta`s of the call's tensors.
+    """
+    described: list[object] = [meta.encoded for meta in entry.made]
+    for part in key:
+        if type(part) is Meta:
+            described.append(part.encoded)
+        elif type(part) is tuple:
+            described += [meta.encoded for meta in part if type(meta) is Meta]
+    return described
+
+
+def written_tensors(call: BoundCall) -> list[int]:
+    """The numbers, among the call's tensors, of those that the op changes, in the worker's order."""
+    return numbers_of(call, call.info.writes)
+
+
+def numbers_of(call: BoundCall, arguments: Collection[str]) -> list[int]:
+    """The numbers, among the call's tensors, of those in the arguments of these names, in order."""
+    found: list[int] = []
+    if not arguments:
+        return found
+    number = 0
+    for name, a in (*zip(call.info.names, call.args, strict=False), *call.kwargs.items()):
+        if type(a) is RemoteTensor:
+            count = 1
+        elif isinstance(a, list | tuple) and call.info.keyword_kinds[name] == TENSORS:
+            count = sum(item is not None for item in a)
+        else:
+            continue
+        if name in arguments:
+            found += range(number, number + count)
+        number += count
+    return found
+
+
+__all__ = ["Entry", "Output", "expectation", "numbers_of", "written_tensors"]
