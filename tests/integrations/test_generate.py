@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch import inference
 from tests.integrations.language_models import FAMILIES, VOCABULARY, make_model, placed, prompts
 
 NEW_TOKENS = 12
@@ -203,6 +204,53 @@ def test_greedy_decoding_waits_once_a_token_at_most(family: str, attention: str,
     # Each by itself: how many answers come before they are needed, and are no waits, differs from run to run.
     assert waits(10) <= 10 + 6
     assert waits(20) <= 20 + 6
+
+
+_ASSISTED = {"do_sample": False, "assistant": True}
+_MOST_WAITS_A_TOKEN = {"beams": 1, "sampled beams": 1, "no cache": 1, "assisted": 6}
+"""Beams and assistants decide by values after every step; without a cache, transformers reads each step's mask."""
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "assisted"])
+def test_a_token_asks_no_fake_tensor_and_waits_for_what_transformers_reads(
+    strategy: str, sky1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token's shapes come for the first time: what all of them ask for, is asked for once a token."""
+    faked: list[str] = []
+    infer = inference._run_without_values
+    monkeypatch.setattr(
+        inference, "_run_without_values", lambda call, place: [faked.append(call.info.name), infer(call, place)][1]
+    )
+    options = {**STRATEGIES.get(strategy, _ASSISTED), "eos_token_id": None}
+    model = make_model("Qwen2").to(sky1)
+    if options.pop("assistant", False):
+        options["assistant_model"] = make_model("Qwen2").to(sky1)
+    inputs = placed(prompts(1), sky1)
+    model.generate(**inputs, **options, max_new_tokens=4)
+    faked.clear()
+    before = torch.sky.stats()["round_trips"]
+    model.generate(**inputs, **options, max_new_tokens=24)
+    waits = torch.sky.stats()["round_trips"] - before
+    assert len(faked) <= 2, faked
+    assert waits <= 24 * _MOST_WAITS_A_TOKEN.get(strategy, 1) + 8
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_batch_asks_no_fake_tensor_at_each_token(
+    family: str, attention: str, sky1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faked: list[str] = []
+    infer = inference._run_without_values
+    monkeypatch.setattr(
+        inference, "_run_without_values", lambda call, place: [faked.append(call.info.name), infer(call, place)][1]
+    )
+    model = make_model(family, attention).to(sky1)
+    inputs, options = placed(prompts(2), sky1), {"do_sample": False, "eos_token_id": None}
+    model.generate(**inputs, **options, max_new_tokens=4)
+    faked.clear()
+    model.generate(**inputs, **options, max_new_tokens=16)
+    assert len(faked) <= 2, faked
 
 
 def test_a_stop_token_ends_the_loop_where_it_ends_locally(sky1: str) -> None:

@@ -46,8 +46,16 @@ def _refuse(key: tuple[object, ...]) -> None:
     _refused.add(key)
 
 
-_ANSWERS_DEPEND_ON_VALUES = frozenset({"aten::is_set_to", "aten::_nested_tensor_from_mask_left_aligned"})
-"""Ops whose plain answers would be guessed wrong: fake tensors know nothing of values, nor of shared storages."""
+_ANSWERS_DEPEND_ON_VALUES = frozenset(
+    {
+        *("aten::is_set_to", "aten::_nested_tensor_from_mask_left_aligned"),
+        *("aten::nonzero", "aten::masked_select", "aten::bincount"),
+        *("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive"),
+    }
+)
+"""Ops whose plain answers would be guessed wrong: fake tensors know nothing of values, nor of shared storages. Of those
+whose sizes depend on values they would say nothing, after more than a millisecond.
+"""
 
 
 _FILLS_EMPTY = frozenset({"aten::_fused_moving_avg_obs_fq_helper"})

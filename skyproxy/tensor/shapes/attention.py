@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.shapes.elementwise import preserved_stride
 from skyproxy.tensor.shapes.networks import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
 from skyproxy.torch_codec import is_dense
@@ -16,11 +17,11 @@ def _flash_attention(
 ) -> RuleResult:
     if len(query.size) != 4 or query.dtype not in FLOATS or value.size[-1] != query.size[-1]:
         return None
-    if not (query.plain and is_dense(query.size, query.stride)):
+    if not query.plain:
         return None
     batch, heads, length, _ = query.size
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-    out = plain_meta(query.size, query.dtype, query.stride)
+    out = plain_meta(query.size, query.dtype, preserved_stride(query.size, query.stride))
     sums = plain_meta((batch, heads, length), wide, (length * heads, 1, heads))
     return [(out, None), (sums, None)]
 

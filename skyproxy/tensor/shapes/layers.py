@@ -126,7 +126,7 @@ def _coins(x: Meta, **options: object) -> RuleResult:
 def _index_select(x: Meta, dim: int, index: Meta) -> RuleResult:
     rank = len(x.size)
     fits = x.plain and 0 not in x.size and (x.dtype in FLOATS or x.dtype in INTEGERS or x.dtype is torch.bool)
-    fits = fits and row_major(index) and index.dtype in (torch.int64, torch.int32) and len(index.size) == 1
+    fits = fits and index.plain and index.dtype in (torch.int64, torch.int32) and len(index.size) == 1
     if not fits or not rank or not -rank <= dim < rank or 0 in index.size:
         return None
     dim %= rank

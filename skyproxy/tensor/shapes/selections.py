@@ -166,7 +166,7 @@ def _masked_scatter(x: Meta, mask: Meta, source: Meta) -> RuleResult:
 
 @rule("isin.Tensor_Tensor")
 def _isin(x: Meta, among: Meta, **options: object) -> RuleResult:
-    fits = are_row_major(x, among) and x.dtype is among.dtype and x.dtype is not torch.bool
+    fits = x.plain and are_row_major(among) and x.dtype is among.dtype and x.dtype is not torch.bool
     return [fresh(x.size, torch.bool)] if fits else None
 
 

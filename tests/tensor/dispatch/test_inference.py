@@ -154,6 +154,29 @@ def test_numbers_in_tensors_of_the_cpu_are_known_to_rules(
     assert not {name for name in asked if not name.endswith("add_.Tensor")}
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x.nonzero(),
+        lambda x: x.masked_select(x > 2),
+        lambda x: x.unique(),
+        lambda x: x.unique(dim=0),
+        lambda x: x.unique_consecutive(),
+        lambda x: x.unique_consecutive(dim=1),
+        lambda x: x.flatten().bincount(),
+        lambda x: x[x > 2],
+    ],
+)
+def test_what_values_size_is_asked_of_the_worker_and_of_no_fake_tensor(
+    sky1: str, monkeypatch: pytest.MonkeyPatch, compute: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    asked = _faked(monkeypatch)
+    for size in (3, 4):
+        x = torch.arange(size * 5).remainder(size).view(size, 5)
+        assert torch.equal(compute(x.to(sky1)).cpu(), compute(x))
+    assert not asked
+
+
 def test_numbers_that_a_choice_makes_tensors_of_take_the_short_way(sky1: str) -> None:
     x, condition = torch.rand(3, 4, device=sky1), torch.rand(3, 4, device=sky1) > 0.5
     torch.where(condition, x, 0.0)

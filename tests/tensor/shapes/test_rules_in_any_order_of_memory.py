@@ -18,6 +18,13 @@ def _places(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(x.shape, dtype=torch.int64)
 
 
+def _keys_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.dim() != 4 or 0 in x.shape:
+        raise IndexError("attention is of four dimensions")
+    keys = torch.zeros(*x.shape[:2], 7, x.shape[3])
+    return keys, keys
+
+
 CASES: dict[str, Arguments] = {
     "index.Tensor": lambda x: (x, [_INDEX]),
     "index.Tensor behind": lambda x: (x, [None, _INDEX]),
@@ -25,6 +32,14 @@ CASES: dict[str, Arguments] = {
     "index_put": lambda x: (x, [_INDEX], torch.zeros(())),
     "index_put_": lambda x: (x, [_INDEX], torch.zeros(())),
     "index_select": lambda x: (x, -1, _INDEX),
+    "index_select by places apart": lambda x: (x, -1, torch.zeros(2, 3, dtype=torch.int32)[:, 1]),
+    "isin.Tensor_Tensor": lambda x: (x, torch.zeros(5)),
+    "isin.Tensor_Tensor of integers": lambda x: (x.int(), x[..., :1].int()),
+    "scatter_.value": lambda x: (x, 0, _places(x), 1),
+    "scatter_.value of booleans": lambda x: (x > 0, 0, _places(x), True),
+    "scatter_.value of integers": lambda x: (x.int(), 0, _places(x), 2),
+    "_scaled_dot_product_flash_attention_for_cpu": lambda x: (x, *_keys_of(x)),
+    "_scaled_dot_product_flash_attention_for_cpu of a part": lambda x: (x[:, :, :, 1:], *_keys_of(x[:, :, :, 1:])),
     "scatter.src": lambda x: (x, 0, _places(x), x),
     "scatter_add": lambda x: (x, 0, _places(x), x),
     "scatter.value": lambda x: (x, 0, _places(x), 1.0),
