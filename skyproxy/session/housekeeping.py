@@ -23,6 +23,11 @@ from skyproxy.transport.base import LinkDownError, Transport
 logger = logging.getLogger("skyproxy.session")
 
 _LOOK_SECONDS = 0.05
+_STALE_SECONDS = 0.003
+_STALE_BESIDE_WORK_SECONDS = 0.02
+"""The time after which recorded commands are sent, if no others join them: where the worker has done all that it had,
+and where it has not. What waits is looked at as often as the former: each look takes the interpreter from the program.
+"""
 _REST_SECONDS = 0.25
 """Between two looks where for some time nothing was sent or received: what is recorded then may wait so long."""
 _RESTS_AFTER_SECONDS = 5.0
@@ -99,7 +104,8 @@ class Housekeeping:
         self._asked_at = (0, 0.0)
         self._asking: deque[Waiter] = deque(maxlen=64)
         self._round_trips_seconds: deque[float] = deque(maxlen=2)
-        self._pending_before, self._unchanged = -1, 0
+        self._recorded_before, self._recorded_at = (-1, -1), self.last_heard
+        self._chores_at = self.last_heard
         self._bytes_before, self._silent_since = -1, self.last_heard
         self._moved_bytes, self._moved_at = -1, self.last_heard
         self._liveness = Liveness(self._patience + self._interval, max(self._interval, 1.0), self.last_heard)
@@ -144,26 +150,22 @@ class Housekeeping:
         Never waits for the worker itself, nor for a thread that does.
         """
         while not self._stop.wait(self._idle_seconds):
-            self._look()
+            self._look(time.monotonic())
 
     def look_again(self) -> float | None:
         """Do once what `run` does again and again; return the seconds until the next time, None once it is stopped."""
         if self._stop.is_set():
             return None
-        self._look()
+        self._look(time.monotonic())
         return self._idle_seconds
 
-    def _look(self) -> None:
-        now = time.monotonic()
+    def _look(self, now: float) -> None:
         self._idle_seconds = self._pause(now)
         try:
-            self._flush_stale()
-            self._ping(now)
-            self._keep_alive(now)
-            self._look_for_signs(now)
-            for look in self.often:
-                look()
-            self.tick()
+            self._flush_stale(now)
+            if now >= self._chores_at:
+                self._chores_at = now + min(_LOOK_SECONDS, self._interval)
+                self._do_chores(now)
         except LinkDownError:
             logger.debug("skyproxy: no ping, for the connection is broken")
         except SessionLostError as error:
@@ -171,13 +173,22 @@ class Housekeeping:
         except Exception:  # the recorder reports a failed flush, at the next wait
             logger.debug("skyproxy: housekeeping could not flush", exc_info=True)
 
+    def _do_chores(self, now: float) -> None:
+        self._ping(now)
+        self._keep_alive(now)
+        self._look_for_signs(now)
+        for look in self.often:
+            look()
+        self.tick()
+
     def _pause(self, now: float) -> float:
         """Return the seconds until the next look: few where something waits to be sent, many where nothing moves."""
+        if self._recorder.unsent:
+            self._moved_at = now  # or will have soon
+            return _STALE_SECONDS
         moved = sum(link.bytes_sent + link.bytes_received for link in (self._operations, *self.auxiliary))
         if moved != self._moved_bytes:
             self._moved_bytes, self._moved_at = moved, now
-        if self._recorder.unsent:
-            return 0.001
         is_resting = now - self._moved_at >= _RESTS_AFTER_SECONDS
         return min(self._idle_seconds * 2, _REST_SECONDS if is_resting else _LOOK_SECONDS)
 
@@ -200,19 +211,20 @@ class Housekeeping:
         elif self._liveness.is_gone(now, max(self.last_heard, self._uploads.last_progress)):
             self._end(f"the worker answered nothing for {self._patience:g} s")
 
-    def _flush_stale(self) -> None:
+    def _flush_stale(self, now: float) -> None:
         """Send commands that have been waiting for a while.
 
         A program that merely pauses between two operations is not cut off there: where it is cut, a loop does not
         repeat itself. While the worker has enough to do, nothing is lost by waiting longer.
         """
         recorder = self._recorder
-        pending = recorder.unsent
-        self._unchanged = self._unchanged + 1 if pending == self._pending_before else 0
-        self._pending_before = pending
-        is_stale = (pending or recorder.has_dropped) and self._unchanged >= (3 if recorder.is_all_executed else 20)
-        if is_stale and not recorder.flush_unless_busy():
-            self._unchanged = 0  # whoever was waiting goes on recording as soon as it can
+        recorded = recorder.batches, recorder.unsent
+        if recorded != self._recorded_before:
+            self._recorded_before, self._recorded_at = recorded, now
+        elif recorded[1] or recorder.has_dropped:
+            patience = _STALE_SECONDS if recorder.is_all_executed else _STALE_BESIDE_WORK_SECONDS
+            if now - self._recorded_at >= patience and not recorder.flush_unless_busy():
+                self._recorded_at = now  # whoever was waiting goes on recording as soon as it can
 
     def _ping(self, now: float) -> None:
         # A ping would wait behind a large upload, whose progress tells as much.

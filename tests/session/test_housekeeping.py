@@ -46,4 +46,72 @@ def test_what_waits_to_be_sent_is_looked_at_at_once() -> None:
     longest_pause(made, 100.0)
     assert longest_pause(made, 200.0) == 0.25
     recorder.unsent = 3
-    assert made._pause(200.0) == 0.001
+    assert made._pause(200.0) == 0.003
+
+
+class _Recorder:
+    """As much of a recorder as is looked at, and how often it was sent."""
+
+    def __init__(self) -> None:
+        self.unsent = self.batches = self.sent = 0
+        self.has_dropped, self.is_all_executed = False, True
+
+    def flush_unless_busy(self) -> bool:
+        self.sent += 1
+        self.batches += self.unsent > 0
+        self.unsent, self.has_dropped = 0, False
+        return True
+
+
+def test_what_is_recorded_is_sent_once_nothing_has_joined_it_for_a_while() -> None:
+    made, _, _ = housekeeping()
+    made._recorder = recorder = _Recorder()
+    for now in (1.000, 1.003, 1.006):
+        recorder.unsent += 4  # the program goes on
+        made._flush_stale(now)
+    assert not recorder.sent
+    made._flush_stale(1.008)
+    assert not recorder.sent
+    made._flush_stale(1.0095)
+    assert recorder.sent == 1
+
+
+def test_beside_work_it_waits_longer() -> None:
+    made, _, _ = housekeeping()
+    made._recorder = recorder = _Recorder()
+    recorder.unsent, recorder.is_all_executed = 4, False
+    for now in (1.0, 1.004, 1.019):
+        made._flush_stale(now)
+    assert not recorder.sent
+    made._flush_stale(1.0205)
+    assert recorder.sent == 1
+
+
+def test_as_much_again_behind_a_batch_is_not_what_waited_before() -> None:
+    made, _, _ = housekeeping()
+    made._recorder = recorder = _Recorder()
+    for now in (1.0, 1.004, 1.008, 1.012):
+        recorder.unsent, recorder.batches = 4, recorder.batches + 1  # a loop that sends each round by itself
+        made._flush_stale(now)
+    assert not recorder.sent
+
+
+def test_dead_tensors_are_told_of_although_nothing_is_recorded() -> None:
+    made, _, _ = housekeeping()
+    made._recorder = recorder = _Recorder()
+    made._flush_stale(1.0)
+    recorder.has_dropped = True
+    made._flush_stale(1.004)
+    assert recorder.sent == 1
+
+
+def test_looks_at_what_waits_do_not_do_the_chores_each_time() -> None:
+    made, _, _ = housekeeping()
+    made._recorder = recorder = _Recorder()
+    recorder.is_all_executed, done = False, []
+    made._do_chores = done.append
+    began = made._chores_at
+    for number in range(100):
+        recorder.unsent += 1
+        made._look(began + number * 0.003)
+    assert len(done) == 6

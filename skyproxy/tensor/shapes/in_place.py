@@ -14,8 +14,13 @@ from skyproxy.tensor.shapes.layers import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, TARGET, RuleResult, castable, keeps_target, rule
 
 _REAL = frozenset({float, int, bool})
-_KEPT = {torch.bool: (bool,), **dict.fromkeys(INTEGERS, (int, bool))}
-"""The numbers that tensors which are not of floating point take as they are."""
+_NOTHING: frozenset[type] = frozenset()
+_TAKEN_WHOLE: dict[torch.dtype, frozenset[type]] = {
+    torch.bool: frozenset({bool}),
+    **dict.fromkeys(INTEGERS, frozenset({int, bool})),
+    **dict.fromkeys(FLOATS, _REAL),
+}
+"""The kinds of numbers that tensors of a dtype take without loss, but for digits."""
 _FLOAT_UNARY = (
     "abs_ acos_ acosh_ asin_ asinh_ atan_ atanh_ ceil_ cos_ cosh_ erf_ erfc_ exp_ exp2_ expm1_ floor_ frac_ "
     "hardsigmoid_ hardswish_ lgamma_ log_ log10_ log1p_ log2_ mish_ neg_ nan_to_num_ reciprocal_ relu_ round_ rsqrt_ "
@@ -188,7 +193,7 @@ def _scatter(target: Meta, dim: int, index: Meta, source: Meta) -> RuleResult:
     if any(n > m for i, (n, m) in enumerate(zip(index.size, target.size, strict=True)) if i != dim % rank):
         return None
     if type(source) is not Meta:
-        return _target_if(type(source) in _REAL and (target.dtype in FLOATS or type(source) in _KEPT.get(target.dtype, ())))
+        return _target_if(type(source) in _TAKEN_WHOLE.get(target.dtype, _NOTHING))
     fits = source.plain and source.dtype is target.dtype and len(source.size) == rank
     return _target_if(fits and all(n <= m for n, m in zip(index.size, source.size, strict=True)))
 
