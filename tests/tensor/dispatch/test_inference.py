@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 from skyproxy.tensor.core.devices import DEVICES
@@ -352,3 +353,28 @@ def test_meta_tensors_tell_what_fake_tensors_tell_of_many_operators(
 def test_a_call_whose_form_depends_on_values_takes_no_meta_tensors() -> None:
     for op in (torch.ops.aten.nonzero.default, torch.ops.aten._unique2.default, torch.ops.aten.masked_select.default):
         assert not info_of(op).takes_meta
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda device: nn.Linear(4, 3, device=device)(torch.ones(2, 4, device=device).half()),
+        lambda device: nn.Linear(4, 3, bias=False, device=device)(torch.ones(2, 2, 4, device=device).double()),
+        lambda device: nn.Conv2d(3, 2, 1, device=device).half()(torch.ones(1, 3, 4, 4, device=device)),
+        lambda device: torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device).half(),
+        lambda device: torch.ones(1, 2, 2, device=device).bmm(torch.ones(1, 2, 2, device=device).long()),
+        lambda device: torch.addmm(torch.ones(2, device=device).half(), *[torch.ones(2, 2, device=device)] * 2),
+        lambda device: torch.ones(2, device=device) @ torch.ones(2, device=device, dtype=torch.complex64),
+    ],
+)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_products_of_two_dtypes_raise_at_their_line_in_the_words_of_the_cpu(
+    mode: Callable[[], Any], mistake: Callable[[str], Any], sky1: str
+) -> None:
+    """Kernels without values let them pass, so that the error came where the program waited next."""
+    with mode():
+        with pytest.raises(RuntimeError) as local:
+            mistake("cpu")
+        with pytest.raises(RuntimeError) as remote:
+            mistake(sky1)
+    assert str(remote.value).split("\n")[0] == str(local.value)
