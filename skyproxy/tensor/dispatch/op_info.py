@@ -71,6 +71,9 @@ UNDECOMPOSED = frozenset(
 """Composites that the worker takes as one op. In inference mode PyTorch hands composites over undivided; the others
 are divided here, because some of them look at devices, values or flags that only this side has."""
 
+_PRODUCTS = "addbmm addmm addmv baddbmm bmm convolution dot linear matmul mm mv vdot"
+OF_ONE_DTYPE = frozenset("aten::" + name for name in _PRODUCTS.split())
+"""Ops whose kernels refuse operands of several dtypes, which PyTorch's kernels without values let pass."""
 _NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
 _FAKED_WRONGLY = frozenset(
     {
