@@ -72,7 +72,7 @@ UNDECOMPOSED = frozenset(
 are divided here, because some of them look at devices, values or flags that only this side has."""
 
 _PRODUCTS = "addbmm addmm addmv baddbmm bmm convolution dot linear matmul mm mv vdot"
-OF_ONE_DTYPE = frozenset("aten::" + name for name in _PRODUCTS.split())
+_OF_ONE_DTYPE = frozenset("aten::" + name for name in _PRODUCTS.split())
 """Ops whose kernels refuse operands of several dtypes, which PyTorch's kernels without values let pass."""
 _NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
 _FAKED_WRONGLY = frozenset(
@@ -177,6 +177,7 @@ class OpInfo:
         asks_worker_for_shape: whether the worker is asked for the form of the results the first time, because
             PyTorch's fake kernels are not to be trusted with this op.
         asks_worker_for_halves: the same for tensors of half precision only.
+        takes_one_dtype: kernels refuse operands of several dtypes.
         asks_cuda_for_shape: the same for workers with CUDA only.
         columns: whether its results for each place of its lists look as if that place came alone.
         is_matmul: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
@@ -209,6 +210,7 @@ class OpInfo:
         "special",
         "synchronizes",
         "takes_meta",
+        "takes_one_dtype",
         "writes",
     )
 
@@ -252,6 +254,7 @@ class OpInfo:
             or any(a.kwarg_only and a.name in self.writes for a in schema.arguments)
         )
         self.asks_worker_for_halves = packet in _WITH_STATISTICS
+        self.takes_one_dtype = self.name in _OF_ONE_DTYPE
         self.asks_cuda_for_shape = packet in _SIZED_BY_KIND
         takes_tensors = not {TENSOR, TENSORS}.isdisjoint(self.kinds)
         self.creates = self.returns == (None,) and not takes_tensors and "device" in self.names

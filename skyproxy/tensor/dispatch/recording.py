@@ -29,16 +29,7 @@ from skyproxy.tensor.dispatch.binding import BoundCall, freeze, refuse_to_pin
 from skyproxy.tensor.dispatch.capture import check_reshaped
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across_devices
-from skyproxy.tensor.dispatch.op_info import (
-    FIXED,
-    FIXED_TYPES,
-    GENERATOR,
-    OF_ONE_DTYPE,
-    TENSOR,
-    TENSORS,
-    OpInfo,
-    info_of,
-)
+from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, TENSOR, TENSORS, OpInfo, info_of
 
 _infers = torch.is_inference_mode_enabled
 _is_of_inference = TensorBase.is_inference
@@ -114,7 +105,7 @@ def _depends_on_kind(call: BoundCall) -> bool:
     info = call.info
     if info.asks_worker_for_halves and any(t.dtype in _HALVES for t in call.tensors):
         return True
-    if info.name in OF_ONE_DTYPE and len({t.dtype for t in call.tensors}) > 1:
+    if info.takes_one_dtype and len({t.dtype for t in call.tensors}) > 1:
         return True  # the mistake that people make most, whose error should come at its line
     return info.asks_worker_for_shape or (info.asks_cuda_for_shape and call.device.row["type"] == "cuda")
 
