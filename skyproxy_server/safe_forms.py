@@ -311,7 +311,7 @@ def _polynomial(given: dict[str, Any]) -> None:
     if isinstance(degree, Tensor):
         if degree.device.type != "cpu" or not degree.numel():
             return
-        degree = degree.max().item()
+        degree = degree.to(torch.float64).max().item()  # unsigned integers have no largest one
     require(not degree > _MOST_STEPS, f"a polynomial of the degree {degree}; up to {_MOST_STEPS} are computed")
 
 

@@ -14,6 +14,8 @@ from skyproxy.settings import SETTINGS
 from skyproxy.torch_codec import Description
 
 Key = tuple[object, ...]
+_MOST_BYTES = (1 << 63) - 1
+"""Bytes that PyTorch's numbers can count."""
 
 
 class Meta:
@@ -28,6 +30,9 @@ class Meta:
         plain: strided, without conjugate or negative bit; what the fast path can make.
         large: whether the tensor's memory is worth a release of its own.
         known: whether this is the look of one tensor alone, whose value is known; see `known_values`.
+
+    Raises:
+        RuntimeError: no memory is so large.
     """
 
     known = False
@@ -64,7 +69,10 @@ class Meta:
             if self.plain
             else tuple(torch_codec.encode_description(self.description))
         )
-        self.large = math.prod(size) * dtype.itemsize >= SETTINGS.prompt_release_bytes
+        byte_count = math.prod(size) * dtype.itemsize
+        if byte_count > _MOST_BYTES and torch_codec.storage_extent(size, stride, offset) * dtype.itemsize > _MOST_BYTES:
+            raise RuntimeError(f"Storage size calculation overflowed with sizes={list(size)}")  # in PyTorch's words
+        self.large = byte_count >= SETTINGS.prompt_release_bytes
 
     @property
     def description(self) -> Description:

@@ -170,7 +170,7 @@ class OpInfo:
         rule: what tells how the results look, see `shapes.rules`; or None.
         special: who handles the op instead, or None.
         creates: whether it makes one tensor of sizes and options alone.
-        changes_list: whether it changes each tensor of its first list, which nobody but its kernel counts.
+        changed_lists: the names of the lists whose tensors it changes, which nobody but its kernel counts.
         for_each: whether it does the same to each item of its lists, which PyTorch does item by item where it must.
         places_host_indices: whether CPU tensors are allowed as indices, as PyTorch allows on every device.
         synchronizes: whether the op exists for its exception only, so that it must be waited for.
@@ -191,7 +191,7 @@ class OpInfo:
         "asks_cuda_for_shape",
         "asks_worker_for_halves",
         "asks_worker_for_shape",
-        "changes_list",
+        "changed_lists",
         "columns",
         "creates",
         "followed",
@@ -246,7 +246,11 @@ class OpInfo:
         self.places_host_indices = self.name.partition(".")[0] in _INDEXING
         packet = self.name.partition(".")[0]
         self.for_each = packet.startswith("aten::_foreach_")
-        self.changes_list = self.for_each and "self" in self.writes
+        self.changed_lists = tuple(
+            a.name
+            for a, kind in zip(schema.arguments, self.kinds, strict=True)
+            if kind == TENSORS and a.name in self.writes and (a.kwarg_only or self.for_each)
+        )
         self.synchronizes = not self.returns and not self.writes and packet not in _NOT_WAITED_FOR
         self.asks_worker_for_shape = not _depends_on_values(func) and (
             packet in _FAKED_WRONGLY

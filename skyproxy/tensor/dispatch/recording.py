@@ -60,8 +60,8 @@ def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     try:
         call = BoundCall(info, args, kwargs)
     except MixedDevicesError as error:
-        if info.changes_list:
-            count_changes(args[0])
+        for name in info.changed_lists:
+            count_changes(kwargs[name] if name in kwargs else args[info.names.index(name)])
         return run_across_devices(info, func, args, kwargs, error)
     return run(call)
 
@@ -331,8 +331,8 @@ def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
             results.append(tensor)
         else:
             results.append(output.value)
-    if entry.nothing and call.info.for_each:
-        count_changes(call.args[0])
+    for name in call.info.changed_lists:
+        count_changes(call.argument(name))
     if entry.nothing and call.info.columns:
         device.recorder.weigh(len(call.args[0]))
     if entry.changed:
@@ -395,8 +395,8 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
         record: what records the command; by default it goes into the stream.
     """
     info, device = call.info, call.device
-    if info.changes_list:
-        count_changes(call.args[0])
+    for name in info.changed_lists:
+        count_changes(call.argument(name))
     call = _unalias(call, written_tensors(call))
     asked = Entry([Output(argument=argument) for argument in info.returns])
     asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in info.returns]
@@ -482,7 +482,7 @@ def wrap_answer(handle: Handle, row: Sequence[Any]) -> torch.Tensor | None:
 def _meta_of(fields: list[Any]) -> Meta:
     try:
         return inference.intern_meta(torch_codec.decode_description(fields))
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RuntimeError) as error:
         if raised_by_handler(error):
             raise
         raise ProtocolError(f"the worker describes no tensor: {error!r:.80}") from error

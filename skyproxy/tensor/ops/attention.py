@@ -152,6 +152,10 @@ def attention(
             mask = mask.unsqueeze(0)
         batch = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         return attention(*batch, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
+    if 0 in (*query.shape[:-1], *key.shape[:-1], *value.shape):
+        # As PyTorch does before it looks at the mask; the product keeps the three in the graph.
+        none = (query.sum() + key.sum() + value.sum()) * 0
+        return torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device) + none
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     tensors = (query, key, value) if mask is None else (query, key, value, mask)

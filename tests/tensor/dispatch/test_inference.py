@@ -378,3 +378,20 @@ def test_products_of_two_dtypes_raise_at_their_line_in_the_words_of_the_cpu(
         with pytest.raises(RuntimeError) as remote:
             mistake(sky1)
     assert str(remote.value).split("\n")[0] == str(local.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.repeat(1 << 62),
+        lambda x: nn.functional.pad(x, (1 << 62, 1 << 62)),
+        lambda x: torch.empty(1 << 62, device=x.device),
+        lambda x: nn.functional.interpolate(x[None, None], size=1 << 62),
+    ],
+    ids=["repeat", "pad", "empty", "interpolate"],
+)
+def test_sizes_that_no_memory_has_are_refused_as_locally(make: Callable[[torch.Tensor], object], sky1: str) -> None:
+    for device in ("cpu", sky1):
+        with pytest.raises(RuntimeError, match="overflow|negative"):
+            make(torch.ones(3, device=device))
+    assert torch.ones(1, device=sky1).expand(1 << 62).shape == (1 << 62,)

@@ -166,3 +166,36 @@ def test_mixed_dtypes_are_refused_in_pytorchs_words(sky1: str) -> None:
         x = torch.ones(1, 1, device=device)
         with pytest.raises(RuntimeError, match="to have the same dtype"):
             scaled_dot_product_attention(x, x, x.double())
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("learns", [False, True], ids=["", "with gradients"])
+@pytest.mark.parametrize(
+    ("query", "key", "width"),
+    [
+        ((2, 0, 3, 4), (2, 0, 3, 4), 4),
+        ((0, 2, 3, 4), (0, 2, 5, 4), 4),
+        ((2, 2, 0, 4), (2, 2, 5, 4), 6),
+        ((2, 2, 3, 4), (2, 2, 0, 4), 4),
+        ((2, 2, 3, 4), (2, 2, 3, 4), 0),
+        ((2, 2, 3, 0), (2, 2, 5, 0), 6),
+        ((3, 4), (0, 4), 4),
+    ],
+    ids=str,
+)
+def test_attention_of_nothing_or_to_nothing_is_that_of_the_cpu(
+    query: tuple[int, ...], key: tuple[int, ...], width: int, learns: bool, causal: bool, sky1: str
+) -> None:
+    def run(device: str, mask: bool) -> Any:
+        sizes = query, key, (*key[:-1], width)
+        q, k, v = (torch.ones(size, device=device, requires_grad=learns) for size in sizes)
+        seen = torch.zeros(query[-2], key[-2], device=device) if mask else None
+        try:
+            result = scaled_dot_product_attention(q, k, v, seen, is_causal=causal)
+            grads = torch.autograd.grad(result.sum(), (q, k, v)) if learns else ()
+            return result.stride(), [x.detach().tolist() for x in (result, *grads)]
+        except RuntimeError as error:
+            return str(error)
+
+    for mask in (False, True):
+        assert run(sky1, mask) == run("cpu", mask)

@@ -41,3 +41,12 @@ def test_a_hot_operator_does_what_it_does_on_the_cpu(op: Any, sky1: str) -> None
 @pytest.mark.parametrize("op", [pytest.param(op, id=entry_name(op)) for op in _ENTRIES])
 def test_a_hot_operator_does_so_in_inference_mode(op: Any, sky1: str) -> None:
     assert check_op(op, torch.float32, sky1, limit=3, variants=False, inference=True).problems == []
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_degrees_of_polynomials_may_be_unsigned(dtype: torch.dtype, sky1: str) -> None:
+    expected = torch.special.chebyshev_polynomial_t(torch.tensor([2.0, 3.0]), torch.tensor([2, 3], dtype=dtype))
+    found = torch.special.chebyshev_polynomial_t(
+        torch.tensor([2.0, 3.0], device=sky1), torch.tensor([2, 3], dtype=dtype, device=sky1)
+    )
+    assert torch.equal(found.cpu(), expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -165,3 +165,24 @@ def test_gradients_flow_through_ops_on_long_lists(sky: str) -> None:
     for a, b in zip(remote, local, strict=True):
         assert a.grad is not None
         assert torch.equal(a.grad.cpu(), b.grad)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda x, out: torch.split_with_sizes_copy(x, [2, 2], out=out),
+        lambda x, out: torch.split_copy(x, 2, out=out),
+        lambda x, out: torch.unbind_copy(x.view(2, 2), out=out),
+        lambda x, out: torch.ops.aten._foreach_add.Scalar_out([x[:2], x[2:]], 1.0, out=out),
+    ],
+)
+def test_lists_that_are_filled_are_counted_as_changed(fill: Callable[..., object], sky1: str) -> None:
+    for times in (1, 2):
+        x, out = torch.arange(4.0, device=sky1), [torch.ones(2, device=sky1), torch.ones(2, device=sky1)]
+        factor = torch.ones(2, device=sky1, requires_grad=True)
+        product = factor * out[0]
+        fill(x, out)
+        assert [item._version for item in out] == [1, 1], times
+        assert x._version == 0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
