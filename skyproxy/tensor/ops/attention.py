@@ -121,6 +121,11 @@ def _check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
             f"Expected query, key, and value to have the same dtype, but got query.dtype: {query.dtype} key.dtype: "
             f"{key.dtype} and value.dtype: {value.dtype} instead."
         )
+    if not query.device == key.device == value.device:
+        raise RuntimeError(
+            f"Expected query, key, and value to have the same device type, but got query.device: {query.device} "
+            f"key.device: {key.device} and value.device: {value.device} instead."
+        )
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         raise RuntimeError(
             f"Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: {query.dim()} "

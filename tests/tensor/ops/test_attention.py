@@ -199,3 +199,10 @@ def test_attention_of_nothing_or_to_nothing_is_that_of_the_cpu(
 
     for mask in (False, True):
         assert run(sky1, mask) == run("cpu", mask)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_part_on_the_cpu_is_refused_in_pytorchs_words(place: int, sky1: str) -> None:
+    parts = [torch.ones(1, 1, 2, 2, device="cpu" if number == place else sky1) for number in range(3)]
+    with pytest.raises(RuntimeError, match="to have the same device type"):
+        scaled_dot_product_attention(*parts)
