@@ -392,6 +392,6 @@ def test_products_of_two_dtypes_raise_at_their_line_in_the_words_of_the_cpu(
 )
 def test_sizes_that_no_memory_has_are_refused_as_locally(make: Callable[[torch.Tensor], object], sky1: str) -> None:
     for device in ("cpu", sky1):
-        with pytest.raises(RuntimeError, match="overflow|negative"):
+        with pytest.raises(RuntimeError, match=r"overflow|negative"):
             make(torch.ones(3, device=device))
     assert torch.ones(1, device=sky1).expand(1 << 62).shape == (1 << 62,)
