@@ -395,8 +395,8 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
         record: what records the command; by default it goes into the stream.
     """
     info, device = call.info, call.device
-    for name in info.changed_lists:
-        count_changes(call.argument(name))
+    for written_list in info.changed_lists:
+        count_changes(call.argument(written_list))
     call = _unalias(call, written_tensors(call))
     asked = Entry([Output(argument=argument) for argument in info.returns])
     asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in info.returns]
