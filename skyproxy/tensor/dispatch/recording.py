@@ -249,9 +249,9 @@ def _template_of(a: object, how: int, device: SkyDevice) -> object:
     if kind is torch.device and a.type == "sky":  # type: ignore[attr-defined]
         a = device.worker_device
     elif kind in _HASHED:
-        return _frozen(a)
+        return _constant_template(a)
     elif kind is list and set(map(type, a)) == {bool}:  # type: ignore[call-overload]
-        return _frozen(tuple(a))  # type: ignore[arg-type]
+        return _constant_template(tuple(a))  # type: ignore[arg-type]
     return (commands.CONSTANT, *freeze(torch_codec.encode_constant(a)))
 
 
@@ -261,7 +261,7 @@ _HASHED = FIXED_TYPES | {type(None), bool, int}
 
 
 @functools.lru_cache(1024, typed=True)
-def _frozen(constant: object) -> tuple[object, ...]:
+def _constant_template(constant: object) -> tuple[object, ...]:
     return (commands.CONSTANT, *freeze(torch_codec.encode_constant(constant)))
 
 

@@ -63,7 +63,7 @@ def _are_square(*tensors: Meta) -> bool:
     return _are_matrices(*tensors) and all(t.size[-1] == t.size[-2] for t in tensors)
 
 
-def _by_columns(size: Ints, dtype: torch.dtype) -> Look:
+def _column_look(size: Ints, dtype: torch.dtype) -> Look:
     """Matrices whose columns lie one behind the other."""
     return plain_meta(size, dtype, (*contiguous_stride(size)[:-2], 1, size[-2])), None
 
@@ -74,14 +74,14 @@ def _codes(size: Ints) -> Look:
 
 @rule("linalg_inv_ex linalg_cholesky_ex")
 def _inverse(a: Meta, **options: object) -> RuleResult:
-    return [_by_columns(a.size, a.dtype), _codes(a.size[:-2])] if _are_square(a) else None
+    return [_column_look(a.size, a.dtype), _codes(a.size[:-2])] if _are_square(a) else None
 
 
 @rule("_linalg_solve_ex")
 def _solution(a: Meta, b: Meta, *, left: object = True, check_errors: object = False) -> RuleResult:
     if not _are_square(a) or not _are_matrices(b) or a.dtype is not b.dtype or a.size[:-1] != b.size[:-1] or not left:
         return None
-    looks = _by_columns(b.size, b.dtype), _by_columns(a.size, a.dtype)
+    looks = _column_look(b.size, b.dtype), _column_look(a.size, a.dtype)
     return [*looks, _codes(a.size[:-1]), _codes(a.size[:-2])]
 
 
@@ -89,7 +89,7 @@ def _solution(a: Meta, b: Meta, *, left: object = True, check_errors: object = F
 def _determinant(a: Meta) -> RuleResult:
     if not _are_square(a):
         return None
-    return [fresh(a.size[:-2], a.dtype), _by_columns(a.size, a.dtype), _codes(a.size[:-1])]
+    return [fresh(a.size[:-2], a.dtype), _column_look(a.size, a.dtype), _codes(a.size[:-1])]
 
 
 @rule("_linalg_slogdet")
@@ -104,14 +104,14 @@ def _orthogonal(a: Meta, mode: str = "reduced") -> RuleResult:
         return None
     *batch, rows, columns = a.size
     rank = min(rows, columns)
-    return [_by_columns((*batch, rows, rank), a.dtype), _by_columns((*batch, rank, columns), a.dtype)]
+    return [_column_look((*batch, rows, rank), a.dtype), _column_look((*batch, rank, columns), a.dtype)]
 
 
 @rule("_linalg_eigh")
 def _eigenvectors(a: Meta, triangle: object = "L", compute_v: object = True) -> RuleResult:
     if not _are_square(a):
         return None
-    return [fresh(a.size[:-1], a.dtype), _by_columns(a.size, a.dtype) if compute_v else fresh((0,), a.dtype)]
+    return [fresh(a.size[:-1], a.dtype), _column_look(a.size, a.dtype) if compute_v else fresh((0,), a.dtype)]
 
 
 @rule("linalg_matrix_exp")
