@@ -135,7 +135,7 @@ def is_described(tensor: torch.Tensor, fields: object) -> bool:
     """
     return (
         tensor.layout is torch.strided
-        and fields == [DTYPE_NAMES[tensor.dtype], [*tensor.shape], [*tensor.stride()], tensor.storage_offset()]
+        and fields == [DTYPE_NAMES.get(tensor.dtype), [*tensor.shape], [*tensor.stride()], tensor.storage_offset()]
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
