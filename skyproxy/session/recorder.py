@@ -8,32 +8,21 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from itertools import filterfalse
 from operator import call
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from skyproxy.errors import LimitExceededError, SessionLostError
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Buffer, NamedBatch, Repeat, Sequence
 from skyproxy.session.cutting import find_cut
 from skyproxy.session.repeats import Repeats
+from skyproxy.session.slots import MANY_FREE, SLOTS_AHEAD, SlotOwner, slot_dropper, without_top
 from skyproxy.session.waiters import Waiter
 from skyproxy.settings import Settings
 
 _CUT_AT_BYTES = 1 << 20
 """Bytes of small uploads from which a batch is sent without being asked for; far below what a frame may have."""
-_MANY_FREE = 8192
-"""Free slots from which the largest are worth forgetting."""
-_MANY_TENSORS = 1024
-"""Tensors in one command from which its batch ends with it."""
-_SLOTS_AHEAD = 1024
-"""Slots that `held` has beyond the largest that is in use: more than threads that could take one at the same time."""
 _ITEMS_A_COMMAND = 4
 """Items of the stream that a command takes, as a rule."""
-
-
-class SlotOwner(Protocol):
-    """An object that a slot can be given to."""
-
-    slot: int
 
 
 class RecordedBatch(NamedTuple):
@@ -97,11 +86,11 @@ class Recorder:
         self.lines: list[Any] = []
         self.dirty: list[int] = []
         self.free: list[int] = []
-        self.held: list[bool] = [True] * _SLOTS_AHEAD
+        self.held: list[bool] = [True] * SLOTS_AHEAD
         self.widths = commands.width_table()
         self.emit: Callable[[Iterable[object]], None] = self.stream.extend
         self.emit_line: Callable[[Iterable[object]], None] = self.lines.extend
-        self.drop_slot = _slot_dropper(self.free, self.dirty, self.held)
+        self.drop_slot = slot_dropper(self.free, self.dirty, self.held)
         self.hidden_writes = 0
         self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
         self._last_limit = max(settings.max_loop_batch_commands * _ITEMS_A_COMMAND, self._first_limit)
@@ -109,7 +98,7 @@ class Recorder:
         self._wait_for_outcome = wait_for_outcome if settings.launch_blocking else None
         if self._wait_for_outcome is not None:
             self._first_limit = self._last_limit = -1
-        self.limit = self._limit_then = self._first_limit
+        self.limit = self._first_limit
         self._repeats = Repeats(self.widths)
         self._sent_ops = 0
         self._buffers: list[Buffer] = []
@@ -170,7 +159,7 @@ class Recorder:
                 f"this session holds {self._max_handles} values on its worker, which is its limit. Delete tensors that "
                 "are no longer needed, or set SKYPROXY_MAX_HANDLES."
             )
-        if len(self.held) <= self._top + _SLOTS_AHEAD:
+        if len(self.held) <= self._top + SLOTS_AHEAD:
             self.held.extend([True] * len(self.held))
         handle.slot = self._top = slot = self._top + 1
         self.held[slot] = True
@@ -180,14 +169,16 @@ class Recorder:
         free = self.free
         slots: list[int] = []
         try:
-            for _ in range(count):
-                slots.append(heappop(free))
+            for _ in range(count):  # as in `take_slot`: what another thread releases must not be a slot that is taken
+                slot = free[0]
+                self.held[slot] = True
+                heappop(free)
+                slots.append(slot)
         except IndexError:
             for slot in slots:
+                self.held[slot] = False
                 heappush(free, slot)
             return []
-        for slot in slots:
-            self.held[slot] = True
         return slots
 
     @property
@@ -315,15 +306,6 @@ class Recorder:
         if self._wait_for_outcome is not None:
             self._wait_for_outcome()
 
-    def weigh(self, tensors: int) -> None:
-        """End the batch with the command that is being recorded, if it is about so many tensors that it is worth it.
-
-        The stream grows by one list for it, and the worker has as much to do as for many commands. It depends on the
-        command alone, so that a loop is cut in the same places each time.
-        """
-        if tensors >= _MANY_TENSORS and self.limit >= 0:
-            self._limit_then, self.limit = self.limit, -1
-
     def send_if_due(self) -> None:
         """Send some, if enough was recorded.
 
@@ -339,10 +321,6 @@ class Recorder:
             self.flush()
             return
         with self._lock:
-            if self.limit < 0:
-                self.limit = self._limit_then
-                while self.stream or self.dirty or self._outgoing is not None:
-                    self._send_next(whole=True)
             while len(self.stream) > self.limit:
                 self._send_next(whole=False)
                 self.limit = min(self.limit * 2, self._last_limit)
@@ -422,7 +400,7 @@ class Recorder:
             self.stream.extend((commands.RELEASE, sorted(set(releasing))))
         del self.dirty[: len(dead)]
         self._died += len(dead)
-        if len(self._taken) > _MANY_FREE and self._died >= len(self._taken):
+        if len(self._taken) > MANY_FREE and self._died >= len(self._taken):
             self._died = 0
             self._forget_top()
             in_order = True
@@ -440,11 +418,8 @@ class Recorder:
         Called while `free` is empty, so that whoever needs a slot meanwhile takes an unused one; and no more often than
         as many tensors have died as are looked through.
         """
-        kept = sorted(self._taken)
-        top = seen = self._top
-        while kept and kept[-1] == top:
-            kept.pop()
-            top -= 1
+        seen = self._top
+        kept, top = without_top(self._taken, seen)
         # No call may end between these statements: another thread may take an unused slot.
         if seen == self._top:
             self._top, self._taken = top, kept
@@ -520,17 +495,3 @@ class Recorder:
         self.stream.extend((self._release_command, [slot]))
         self.held[slot] = False
         self._push(self.free, slot)
-
-
-def _slot_dropper(free: list[int], dirty: list[int], held: list[bool]) -> Callable[[int], None]:
-    # Names of this module may be gone when the last tensors die.
-    push, mark = heappush, dirty.append
-
-    def drop_slot(slot: int) -> None:
-        # In this order: a slot that was marked first could be looked at, and forgotten, before it is free. No call ends
-        # between the first two.
-        held[slot] = False
-        push(free, slot)
-        mark(slot)
-
-    return drop_slot

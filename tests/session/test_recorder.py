@@ -103,22 +103,6 @@ def test_free_slots_above_all_living_ones_count_as_never_used_where_there_are_ve
     assert wire.recorder.handles == 104
 
 
-def test_a_command_about_very_many_tensors_ends_its_batch(wire: Wire) -> None:
-    recorder = wire.recorder
-    limit = recorder.limit
-    for step in range(3):
-        wire.op(1)
-        recorder.weigh(10)
-        wire.op(2)
-        recorder.send_if_due()
-        assert len(wire.sent) == step
-        recorder.weigh(10_000)
-        wire.op(3)
-        recorder.send_if_due()
-        assert len(wire.sent) == step + 1
-        assert (recorder.unsent, recorder.limit) == (0, limit)
-
-
 class LookedAt(int):
     """A slot that counts how often it, or another one, is looked at."""
 

@@ -132,10 +132,6 @@ class StandIn:
         if not self._capture.is_mine:
             self._capture.recorder.send_if_due()
 
-    def weigh(self, tensors: int) -> None:
-        if not self._capture.is_mine:
-            self._capture.recorder.weigh(tensors)
-
     def flush(self) -> None:
         if not self._capture.is_mine:
             self._capture.recorder.flush()

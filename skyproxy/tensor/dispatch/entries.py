@@ -1,4 +1,4 @@
-"""What is remembered of one op on arguments that look a certain way: its results, and its number on the wire."""
+"""Entries of the cache of shapes: of an op on arguments that look a certain way, its results and number on the wire."""
 
 from __future__ import annotations
 

@@ -242,13 +242,10 @@ def dispatch_remote(
         result = None
         if info.for_each:  # kernels count such changes, of the tensors in their first list; not the dispatcher
             count_changes(args[0])
-        if info.columns:
-            recorder.weigh(len(args[0]))
     elif entry.listed is not None:
         owner = (root.root or root) if entry.shares_first else None
         result = listed = new_tensors(device, entry.listed, owner)
         wire.append([made._sky.slot for made in listed])
-        recorder.weigh(len(listed))
     else:
         return record(info, func, args, kwargs or {})
     stream = recorder.stream

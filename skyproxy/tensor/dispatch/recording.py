@@ -242,7 +242,7 @@ def _asks(info: OpInfo, device: SkyDevice, args: tuple[Any, ...]) -> bool:
 
 
 def _template_of(a: object, how: int, device: SkyDevice) -> object:
-    """How an argument without tensors travels."""
+    """Return the form in which an argument without tensors travels."""
     kind = type(a)
     if how not in _CONSTANTS and kind not in FIXED_TYPES:
         return commands.TENSOR if a is None and how == TENSOR else commands.VALUE
@@ -324,7 +324,6 @@ def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
             made = [_result(call, meta, shares) for meta, shares in output.items]
             command.append([tensor._sky.slot for tensor in made])
             results.append(made)
-            device.recorder.weigh(len(made))
         elif output.meta is not None:
             tensor = _result(call, output.meta, output.shares)
             command.append(tensor._sky.slot)
@@ -333,8 +332,6 @@ def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
             results.append(output.value)
     for name in call.info.changed_lists:
         count_changes(call.argument(name))
-    if entry.nothing and call.info.columns:
-        device.recorder.weigh(len(call.args[0]))
     if entry.changed:
         _record_change(call, entry, command)
     else:

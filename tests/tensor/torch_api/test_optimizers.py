@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import skyproxy  # noqa: F401  (registers the device)
-from skyproxy.tensor.core.devices import DEVICES
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ASGD": {},
@@ -140,20 +139,6 @@ def test_schedulers_and_gradient_accumulation_work(sky1: str) -> None:
         return module.weight.detach().cpu()
 
     assert torch.allclose(run(sky1), run("cpu"), atol=1e-6)
-
-
-def test_a_step_on_very_many_parameters_is_with_the_worker_when_it_returns(sky: str) -> None:
-    """Seven operations on lists: the worker begins the first while the others are recorded."""
-    parameters = [torch.ones(2, device=sky, requires_grad=True) for _ in range(1100)]
-    for parameter in parameters:
-        parameter.grad = torch.ones(2, device=sky)
-    optimizer = torch.optim.AdamW(parameters, foreach=True)
-    recorder = DEVICES.of(sky).recorder
-    for _ in range(2):
-        batches = recorder.batches
-        optimizer.step()
-        assert recorder.unsent == 0
-        assert recorder.batches >= batches + 7
 
 
 def test_a_step_with_sparse_gradients_asks_only_how_many_rows_there_are(sky: str) -> None:
