@@ -222,9 +222,10 @@ def test_gradients_that_nobody_wants_are_none_as_locally(kind: str, mask: tuple[
     backward = _norm_backward if kind not in ("grid", "convolution") else _other_backward
     x = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
     expected, found = backward(kind, x, list(mask)), backward(kind, x.to(sky1), list(mask))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if theirs is not None:
+    for ours, theirs, wanted in zip(found, expected, mask[: len(found)], strict=True):
+        if ours is None:  # with several threads, oneDNN gives locally what nobody wants
+            assert theirs is None or not wanted
+        else:
             assert ours.stride() == theirs.stride()
             assert torch.equal(ours.cpu(), theirs)
 
