@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,45 @@ def test_free_slots_above_all_living_ones_count_as_never_used_where_there_are_ve
     assert len(wire.recorder.free) == 100
     assert [new_slot(wire.recorder) for _ in range(103)] == [*slots[:100], *slots[101:104]]
     assert wire.recorder.handles == 104
+
+
+def test_a_slot_that_another_thread_takes_while_a_batch_is_cut_is_not_released(wire: Wire) -> None:
+    """One thread has taken the first of eight slots, another one finds which are free, and the first goes on."""
+    recorder, is_looking, has_taken = wire.recorder, threading.Event(), threading.Event()
+    slots = [new_slot(recorder) for _ in range(8)]
+    drop(recorder, slots)
+
+    def stop_in_release(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is Recorder._release.__code__ and frame.f_locals.get("releasing") and not is_looking.is_set():
+            is_looking.set()
+            assert has_taken.wait(10)
+        return stop_in_release
+
+    def cut() -> None:
+        sys.settrace(stop_in_release)
+        recorder.flush()
+
+    def stop_in_taking(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is Recorder.take_free_slots.__code__ and frame.f_locals.get("slots") and not cutter.is_alive():
+            cutter.start()
+            assert is_looking.wait(10)
+        return stop_in_taking
+
+    cutter, tracer = threading.Thread(target=cut), sys.gettrace()
+    sys.settrace(stop_in_taking)
+    try:
+        assert recorder.take_free_slots(8) == []
+    finally:
+        sys.settrace(tracer)
+    taken = new_slot(recorder)
+    wire.op(taken)
+    has_taken.set()
+    cutter.join()
+    recorder.flush()
+    ran = wire.commands
+    at = ran.index(OP)
+    assert taken == slots[0]
+    assert all(taken not in item for item in ran[at:] if isinstance(item, list))
 
 
 class LookedAt(int):
