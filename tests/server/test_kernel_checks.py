@@ -339,6 +339,10 @@ def test_indices_are_clamped_and_what_is_ignored_stays() -> None:
     assert given["target"].tolist() == [[3, -1, -1, 2]]
 
 
+def test_the_gradient_of_windows_may_be_broadcast_beside_them() -> None:
+    CHECKS["unfold_backward"]({**WINDOWS, "grad_in": FLOATS(1, 2, 3)})
+
+
 _EYE, _TEN = torch.eye(2), torch.ones(10, 3)
 
 

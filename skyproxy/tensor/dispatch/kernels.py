@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from skyproxy.tensor.core.torch_private import DispatchKey, has_kernel
 from skyproxy.tensor.dispatch.factories import create
 from skyproxy.tensor.dispatch.op_info import OpInfo, info_of
 from skyproxy.tensor.dispatch.recording import record
+
+_FOR_ANY_DEVICE = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
 
 
 def kernel(name: str) -> Callable[..., object]:
@@ -20,6 +23,20 @@ def kernel(name: str) -> Callable[..., object]:
         if not infos:
             infos.append(info_of(getattr(getattr(torch.ops.aten, packet_name), overload_name or "default")))
         info = infos[0]
-        return create(info, info.func, args, kwargs) if info.creates else record(info, info.func, args, kwargs)
+        if info.creates:
+            return create(info, info.func, args, kwargs)
+        result = record(info, info.func, args, kwargs)
+        return _run_on_wrapper(info, args, kwargs) if result is NotImplemented else result
 
     return run
+
+
+def _run_on_wrapper(info: OpInfo, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Run an op on another class's wrapper of remote tensors, whose own dispatch is off, as on any other device.
+
+    So `torch.compile` turns what it traces in place: `squeeze_` and its like change the sizes of a wrapper.
+    """
+    for key in _FOR_ANY_DEVICE:
+        if has_kernel(info.name, key.name):
+            return info.func._op_dk(key, *args, **kwargs)
+    raise NotImplementedError(f"{info.name} is not implemented for {type(args[0]).__name__} on the device sky")
