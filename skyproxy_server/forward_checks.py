@@ -112,9 +112,12 @@ def _distances_of_two(given: dict[str, Any]) -> None:
     require(left.dim() >= 2 and right.dim() >= 2 and left.shape[-1] == right.shape[-1], "points have one dimension")
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     size = (*batch, left.shape[-2], right.shape[-2])
-    require(tuple(grad.shape) == size == tuple(distances.shape), f"the distances are not of {list(size)}")
+    # Of one sample, `vmap` leaves the batch's dimension in front.
+    more = grad.dim() - len(size)
+    fits = more >= 0 and tuple(grad.shape) == (1,) * more + size and tuple(distances.shape) == size
+    require(fits, f"the distances are not of {list(size)}")
     require(left.dtype is right.dtype is grad.dtype is distances.dtype, "points and distances are of one type")
-    given["grad"], given["cdist"] = grad.contiguous(), distances.contiguous()
+    given["grad"], given["cdist"] = grad.reshape(size).contiguous(), distances.contiguous()
 
 
 @_checks("_cummax_helper", "_cummin_helper")

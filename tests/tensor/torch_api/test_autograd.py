@@ -40,6 +40,7 @@ TRANSFORMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "jvp": lambda x: torch.func.jvp(torch.tanh, (x,), (torch.ones_like(x),)),
     "vjp": lambda x: torch.func.vjp(torch.tanh, x)[1](torch.ones_like(x)),
     "jacrev": lambda x: torch.func.jacrev(lambda y: y.softmax(-1))(x[0]),
+    "jacrev of a number": lambda x: torch.func.jacrev(lambda y: torch.cdist(y, y + 1).sum())(x),
     "jacfwd": lambda x: torch.func.jacfwd(lambda y: y.softmax(-1))(x[0]),
     "hessian": lambda x: torch.func.hessian(_wave)(x[0]),
     "hvp": lambda x: torch.func.jvp(torch.func.grad(_wave), (x,), (torch.ones_like(x),)),
