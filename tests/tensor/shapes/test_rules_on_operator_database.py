@@ -16,8 +16,8 @@ from tests.tensor.rule_checking import Checking
 
 _DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64)
 _SAMPLES = 2
-_KNOWN_BY_VALUE_ONLY = ("IndexError", "index out of", "out of bounds")
-"""What only the values of an index tensor tell; the worker raises it."""
+_KNOWN_BY_VALUE_ONLY = ("IndexError", "index out of", "out of bounds", "Expected all rows of lengths")
+"""What only the values of a tensor of indices or lengths tell; the worker raises it."""
 
 
 def _first(t: torch.Tensor) -> torch.Tensor:
