@@ -1,4 +1,4 @@
-"""torch.compile of what changes the sizes and strides of a tensor in place, which PyTorch does on a wrapper of it."""
+"""Kernels run on wrappers of remote tensors, too: compiled programs change the sizes and strides of one in place."""
 
 from __future__ import annotations
 
