@@ -12,6 +12,7 @@ from skyproxy.tensor.dispatch.op_info import OpInfo, info_of
 from skyproxy.tensor.dispatch.recording import record
 
 _FOR_ANY_DEVICE = (DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional)
+"""Keys of kernels that PyTorch writes in terms of other ops, for every device without one of its own."""
 
 
 def kernel(name: str) -> Callable[..., object]:

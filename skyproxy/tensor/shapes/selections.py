@@ -171,7 +171,7 @@ def _isin(x: Meta, among: Meta, **options: object) -> RuleResult:
 
 
 @rule("isin.Tensor_Scalar")
-def _is(x: Meta, number: object, **options: object) -> RuleResult:
+def _isin_number(x: Meta, number: object, **options: object) -> RuleResult:
     fits = are_row_major(x) and type(number) in (int, float) and x.dtype is not torch.bool
     return [fresh(x.size, torch.bool)] if fits else None
 
