@@ -159,11 +159,11 @@ def as_seed(seed: int) -> int:
     """Return a seed as a signed number of 64 bits, which is how it travels.
 
     Raises:
-        RuntimeError: it has more bits; in PyTorch's words.
+        RuntimeError, ValueError: it has more bits; which of the two depends on PyTorch's version.
     """
     seed = int(seed)
     if not -(1 << 63) <= seed < 1 << 64:
-        raise RuntimeError("Overflow when unpacking long long")
+        torch.Generator().manual_seed(seed)  # PyTorch says no in its own words
     return seed if seed < 1 << 63 else seed - (1 << 64)
 
 

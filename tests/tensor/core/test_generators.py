@@ -144,7 +144,10 @@ def test_a_sampler_of_a_data_loader_keeps_its_own_generator(sky1: str) -> None:
 
 @pytest.mark.parametrize("seed", [-(1 << 63) - 1, 1 << 64])
 def test_a_seed_of_more_than_64_bits_is_refused_and_the_session_lives_on(sky: str, seed: int) -> None:
+    with pytest.raises((RuntimeError, ValueError), match="Overflow when unpacking") as local:
+        torch.Generator().manual_seed(seed)
     for manual_seed in (torch.manual_seed, torch.sky.manual_seed):  # type: ignore[attr-defined]
-        with pytest.raises((RuntimeError, ValueError), match="Overflow when unpacking"):
+        with pytest.raises((RuntimeError, ValueError), match="Overflow when unpacking") as raised:
             manual_seed(seed)
+        assert raised.type is local.type
     assert torch.ones(2, device=sky).sum().item() == 2
