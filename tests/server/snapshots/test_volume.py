@@ -48,8 +48,23 @@ class Volume:
 
         return wait
 
-    def hang(self) -> None:
+    def session(self, **options: Any) -> Session:
+        """A session with snapshots here. Until the volume hangs, it may take its time."""
+        return Session(self._root, snapshot_stall_seconds=WAIT_SECONDS, **options)
+
+    def hang(self, session: Session) -> None:
+        """Give nothing from now on; the session does not wait for long. What it saves was written before."""
+        self._bound(session, STALL_SECONDS)
         self.goes_on.clear()
+
+    def answer(self, session: Session) -> None:
+        """Go on, and see what was given up to its end."""
+        self.goes_on.set()
+        settled(session)
+        self._bound(session, WAIT_SECONDS)
+
+    def _bound(self, session: Session, seconds: float) -> None:
+        session.snapshots._stall_seconds = session.snapshots._volume.stall_seconds = seconds
 
 
 @pytest.fixture
@@ -91,12 +106,12 @@ def settled(session: Session) -> None:
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
 def test_what_is_asked_of_a_volume_that_hangs_is_given_up(
-    volume: Volume, tmp_path: Path, name: str, arguments: list[Any]
+    volume: Volume, name: str, arguments: list[Any]
 ) -> None:
-    with Session(tmp_path / "volume", snapshot_stall_seconds=STALL_SECONDS) as session:
+    with volume.session() as session:
         session.put(s1=torch.ones(10))
         assert session.call("save_snapshot", "s")["snapshot"] == "1"
-        volume.hang()
+        volume.hang(session)
         began = time.monotonic()
         error = session.call_now(name, *arguments)
         assert time.monotonic() - began >= STALL_SECONDS
@@ -109,46 +124,39 @@ def test_what_is_asked_of_a_volume_that_hangs_is_given_up(
             assert threading.active_count() <= threads
         session.run(ADD_, 1, 1)
         assert session.slots[1].tolist() == [2] * 10
-        volume.goes_on.set()
-        settled(session)
-        session.snapshots._volume.stall_seconds = WAIT_SECONDS
+        volume.answer(session)
         is_left = name != "delete_snapshot"  # which was done after all
         assert [row["name"] for row in session.call("list_snapshots")] == ["s"] * is_left
-        session.snapshots._stall_seconds = WAIT_SECONDS
         assert "snapshot" in session.call("save_snapshot", "s")
 
 
-def test_a_session_that_cannot_be_read_is_as_empty_as_before(volume: Volume, tmp_path: Path) -> None:
-    with Session(tmp_path / "volume") as session:
+def test_a_session_that_cannot_be_read_is_as_empty_as_before(volume: Volume) -> None:
+    with volume.session() as session:
         session.put(s1=torch.rand(10))
         session.call("save_snapshot", "s")
-        with Session(tmp_path / "volume", ops=False, snapshot_stall_seconds=STALL_SECONDS) as other:
-            volume.hang()
+        with volume.session(ops=False) as other:
+            volume.hang(other)
             assert other.call_now("load_snapshot", "s")["type"] == "VolumeHangsError"
             assert len(other.slots) == 1
-            volume.goes_on.set()
-            settled(other)
-            other.snapshots._volume.stall_seconds = WAIT_SECONDS
+            volume.answer(other)
             assert other.call("load_snapshot", "s")["snapshot"] == "1"
             assert torch.equal(other.slots[1], session.slots[1])
 
 
-def test_a_copy_that_hangs_in_the_middle_is_given_up(volume: Volume, tmp_path: Path) -> None:
-    with Session(tmp_path / "volume", snapshot_stall_seconds=STALL_SECONDS) as session:
-        session.snapshots._volume.stall_seconds = WAIT_SECONDS
+def test_a_copy_that_hangs_in_the_middle_is_given_up(volume: Volume) -> None:
+    with volume.session() as session:
         assert session.call("begin_snapshot", "t", 3) is None
-        session.snapshots._volume.stall_seconds = STALL_SECONDS
-        volume.hang()
+        volume.hang(session)
         error = session.call_now("begin_snapshot", "t", 3)
         assert error["type"] == "VolumeHangsError"
         assert session.call_now("write_snapshot_piece", b"x")["type"] == "VolumeHangsError"
         assert session.call_now("read_snapshot_piece", DIGEST)["type"] == "VolumeHangsError"
 
 
-def test_a_session_ends_although_a_read_hangs(volume: Volume, tmp_path: Path) -> None:
-    session = Session(tmp_path / "volume", snapshot_stall_seconds=STALL_SECONDS)
+def test_a_session_ends_although_a_read_hangs(volume: Volume) -> None:
+    session = volume.session()
     session.call("save_snapshot", "s")
-    volume.hang()
+    volume.hang(session)
     assert session.call_now("list_snapshots")["type"] == "VolumeHangsError"
     session.executor.end()  # comes to an end
 
@@ -156,15 +164,13 @@ def test_a_session_ends_although_a_read_hangs(volume: Volume, tmp_path: Path) ->
 def test_a_saved_named_session_on_a_volume_that_hangs_is_not_waited_for_without_end(
     volume: Volume, tmp_path: Path
 ) -> None:
-    with Session(tmp_path / "volume", snapshot_stall_seconds=STALL_SECONDS) as session:
+    with volume.session() as session:
         session.state.names = NamedValueRequests(NamedSessions(SETTINGS), "token", Nobody())
         (tmp_path / "volume").mkdir()
-        volume.hang()
+        volume.hang(session)
         assert session.call_now("hold_named", "exp", False)["type"] == "VolumeHangsError"
         assert session.state.names.held is None
-        volume.goes_on.set()
-        settled(session)
-        session.snapshots._volume.stall_seconds = WAIT_SECONDS
+        volume.answer(session)
         assert session.call("hold_named", "exp", False) == {}
         assert session.state.names.held is not None
 
@@ -210,10 +216,13 @@ def test_only_so_many_threads_of_a_process_hang() -> None:
     for volume in volumes:
         with pytest.raises(VolumeHangsError, match="the worker's volume hangs: listing"):
             volume.run("listing", hang)
-    assert len(begun) == 2
+    deadline = time.monotonic() + WAIT_SECONDS  # a thread may begin later than its request is given up
+    while len(begun) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
     goes_on.set()
     for volume in volumes:
         volume.end(lambda: None)
+    assert len(begun) == 2
     for thread in begun:
         thread.join(WAIT_SECONDS)
     assert not stuck.are_many
