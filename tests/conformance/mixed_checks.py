@@ -1,13 +1,14 @@
 """Holds an entry whose tensors are on several devices against the local CPU: right, or refused for its devices.
 
-What must never happen is a write that goes nowhere.
+What must never happen is a write that goes nowhere. CUDA, which is the model, takes CPU tensors without dimensions for
+numbers in elementwise operations, and positions from the CPU where something is indexed; the rest it refuses at once.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from tests.conformance.twins import Twins
 
 _CRASHES_LOCALLY = frozenset({"_chunk_cat"})
 """Ops that end the process on the local CPU when their tensors have no dimensions."""
+_READ_BEYOND = frozenset({"_batch_norm_with_update", "_native_batch_norm_legit", "native_batch_norm"})
+"""Ops that read beyond a tensor without dimensions in the place of a weight, on the local CPU. Workers refuse that."""
+_INDEXED = frozenset({"__getitem__", "index_put"})
+"""Ops whose positions may be on the CPU."""
 _LOOKED_AT = 8
 """Samples among which those with the most tensors are looked for."""
 
@@ -27,7 +32,7 @@ class Arguments:
     """One sample's arguments as a flat list, so that each tensor can be put on a device of its own.
 
     Attributes:
-        tensors: the places of the tensors in the list.
+        tensors: the places of its tensors.
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
@@ -42,30 +47,36 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs
 
-    def without_dimensions(self) -> Arguments:
-        """The same with the first element of each tensor in its place."""
+    def without_dimensions(self, only: int | None = None) -> Arguments:
+        """The same with the first element of each tensor in its place, or of the one at the place that is given."""
 
-        def first(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+        def first(place: int, leaf: Any) -> Any:
+            chosen = only is None or place == only
+            if chosen and isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
                 return leaf.detach().flatten()[0].clone()
             return leaf
 
-        args, kwargs = pytree.tree_unflatten([first(leaf) for leaf in self.leaves], self._spec)
-        return Arguments(args, kwargs)
+        leaves = [first(place, leaf) for place, leaf in enumerate(self.leaves)]
+        return Arguments(*pytree.tree_unflatten(leaves, self._spec))
 
 
-def check_mixed(op: Any, device: str, other: str) -> Tally:
-    """Check in-place and out= forms with a target elsewhere than the operands, and operands elsewhere than the rest.
+def check_mixed(
+    op: Any, device: str, other: str, *, dtype: torch.dtype = torch.float32, limit: int = 2, looked_at: int = _LOOKED_AT
+) -> Tally:
+    """Check each form of an entry with each of its tensors, and each result that is given, elsewhere than the others.
 
     Args:
         op: the entry.
         device: where most tensors are.
         other: another worker's device, for targets there.
+        dtype: of the samples.
+        limit: how many samples are taken, those with the most tensors first.
+        looked_at: the samples that those are taken from.
     """
     checks = _Checks(op, device, other)
-    for number, arguments in enumerate(_chosen(op)):
+    for number, arguments in enumerate(_chosen(op, dtype, limit, looked_at)):
         # PyTorch hands composites over undivided in inference mode.
-        with warnings.catch_warnings(), torch.no_grad(), torch.inference_mode(number > 0):
+        with warnings.catch_warnings(), torch.no_grad(), torch.inference_mode(number % 2 == 1):
             warnings.simplefilter("ignore")
             checks.sample(arguments, f"sample {number}")
             if op.name not in _CRASHES_LOCALLY:
@@ -73,12 +84,12 @@ def check_mixed(op: Any, device: str, other: str) -> Tally:
     return checks.tally
 
 
-def _chosen(op: Any) -> list[Arguments]:
-    """The sample with the most tensors among the first ones, and the one behind it."""
+def _chosen(op: Any, dtype: torch.dtype, limit: int, looked_at: int) -> list[Arguments]:
+    """The samples with the most tensors among the first ones."""
     torch.manual_seed(SEED)
-    samples = itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=False), _LOOKED_AT)
+    samples = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), looked_at)
     found = [Arguments((sample.input, *sample.args), dict(sample.kwargs)) for sample in samples]
-    return sorted(found, key=lambda arguments: -len(arguments.tensors))[:2]
+    return sorted(found, key=lambda arguments: -len(arguments.tensors))[:limit]
 
 
 class _Checks:
@@ -102,44 +113,66 @@ class _Checks:
 
     def _operands(self, arguments: Arguments, what: str) -> None:
         op = self._op
-        first, last = arguments.tensors[0], arguments.tensors[-1]
-        for place in dict.fromkeys((first, last)):
-            # What elementwise ops of two tensors take for a number must be taken.
-            leaf = arguments.leaves[place]
-            number = isinstance(op, BinaryUfuncInfo) and leaf.dim() == 0
-            self._right_or_refused(
-                f"{what}, tensor {place} on the cpu",
-                lambda on: _call(op, on),
-                arguments.on("cpu"),
-                lambda place=place: arguments.on(self._device, {place: "cpu"}),
-                must_work=number,
-            )
+        for form, run in self._forms():
+            for place in arguments.tensors:
+                for sample, size in self._sizes(arguments, place):
+                    leaf = sample.leaves[place]
+                    # What elementwise ops of two tensors take for a number must be taken, and positions anywhere.
+                    number = isinstance(op, BinaryUfuncInfo) and leaf.dim() == 0
+                    position = op.name in _INDEXED and place > 0 and leaf.dtype is torch.int64
+                    self._right_or_refused(
+                        f"{form}, {what}, tensor {place} on the cpu{size}",
+                        run,
+                        sample.on("cpu"),
+                        lambda sample=sample, place=place: sample.on(self._device, {place: "cpu"}),
+                        must_work=number or position,
+                    )
+
+    def _sizes(self, arguments: Arguments, place: int) -> Iterator[tuple[Arguments, str]]:
+        """The arguments as they are, and with the tensor at a place without dimensions where it had some."""
+        yield arguments, ""
+        if arguments.leaves[place].dim() and self._op.name not in _READ_BEYOND:
+            changed = arguments.without_dimensions(place)
+            if changed.leaves[place].dim() == 0:  # it is dense, and has elements
+                yield changed, " without dimensions"
+
+    def _forms(self) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+        """The ways to ask for the same: as a function, a method, an operator of Python."""
+        op = self._op
+        yield "function", lambda on: op(*on[0], **on[1])
+        for form, asked in (("method", op.method_variant), ("operator", op.operator_variant)):
+            if asked is not None:
+                yield form, lambda on, asked=asked: asked(*on[0], **on[1])
 
     def _inplace(self, arguments: Arguments, what: str) -> None:
-        inplace, first = self._op.get_inplace(), arguments.tensors[0]
-        if inplace is None or first != 0 or not isinstance(arguments.on("cpu")[0][0], torch.Tensor):
+        if arguments.tensors[0] != 0 or not isinstance(arguments.on("cpu")[0][0], torch.Tensor):
             return
+        for form, inplace in (("method", self._op.inplace_variant), ("operator", self._op.inplace_operator_variant)):
+            if inplace is None:
+                continue
 
-        def run(on: Any) -> Any:
-            result = inplace(*on[0], **on[1])
-            return result, on[0][0]
+            def run(on: Any, inplace: Any = inplace) -> Any:
+                result = inplace(*on[0], **on[1])
+                return result, on[0][0]
 
-        for place in ("cpu", self._other):
-            self._right_or_refused(
-                f"{what}, target on {place}",
-                run,
-                arguments.on("cpu"),
-                lambda place=place: arguments.on(self._device, {0: place}),
-                target=lambda on: on[0][0],
-            )
-        last = arguments.tensors[-1]
-        self._right_or_refused(
-            f"{what}, tensor {last} on the cpu",
-            run,
-            arguments.on("cpu"),
-            lambda: arguments.on(self._device, {last: "cpu"}),
-            target=lambda on: on[0][0],
-        )
+            for place in ("cpu", self._other):
+                self._right_or_refused(
+                    f"{form}, {what}, target on {place}",
+                    run,
+                    arguments.on("cpu"),
+                    lambda place=place: arguments.on(self._device, {0: place}),
+                    target=lambda on: on[0][0],
+                )
+            for place in arguments.tensors[1:]:
+                for sample, size in self._sizes(arguments, place):
+                    self._right_or_refused(
+                        f"{form}, {what}, tensor {place} on the cpu{size}",
+                        run,
+                        sample.on("cpu"),
+                        lambda sample=sample, place=place: sample.on(self._device, {place: "cpu"}),
+                        target=lambda on: on[0][0],
+                        must_work=isinstance(self._op, BinaryUfuncInfo) and sample.leaves[place].dim() == 0,
+                    )
 
     def _out(self, arguments: Arguments, what: str) -> None:
         op = self._op
@@ -173,6 +206,19 @@ class _Checks:
                     lambda places=places: filled(self._device, places),
                     target=lambda on, chosen=chosen: [on[2][i] for i in chosen],
                 )
+        for place in arguments.tensors:
+
+            def crossed(place: int = place) -> Any:
+                args, kwargs = arguments.on(self._device, {place: "cpu"})
+                return args, kwargs, [torch.ones_like(item).to(self._device) for item in fresh]
+
+            self._right_or_refused(
+                f"{what}, tensor {place} on the cpu",
+                run,
+                filled("cpu", ["cpu"] * count),
+                crossed,
+                target=lambda on: on[2],
+            )
 
     def _right_or_refused(
         self,

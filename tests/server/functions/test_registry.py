@@ -351,7 +351,8 @@ def test_a_client_who_does_not_read_keeps_no_other_waiting() -> None:
         start(calls, quick, "quick", abs, -1)
         ended(calls, "quick")
         assert quick.kinds("quick") == ["started", "result"]
-        leaving = threading.Thread(target=calls.detach, args=(quick,), daemon=True)  # once told: who left is told nothing
+        # Now that it was told: who has left is told nothing.
+        leaving = threading.Thread(target=calls.detach, args=(quick,), daemon=True)
         leaving.start()
         leaving.join(60)
         assert not leaving.is_alive()

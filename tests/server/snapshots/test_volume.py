@@ -105,9 +105,7 @@ def settled(session: Session) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
-def test_what_is_asked_of_a_volume_that_hangs_is_given_up(
-    volume: Volume, name: str, arguments: list[Any]
-) -> None:
+def test_what_is_asked_of_a_volume_that_hangs_is_given_up(volume: Volume, name: str, arguments: list[Any]) -> None:
     with volume.session() as session:
         session.put(s1=torch.ones(10))
         assert session.call("save_snapshot", "s")["snapshot"] == "1"
