@@ -20,7 +20,7 @@ from types import ModuleType
 FENCE = re.compile(r"^(```+)\s*(\w*)\s*\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
-MAKE = re.compile(r"(?:^|`)make((?: [a-z][a-z0-9]*)+)", re.MULTILINE)
+MAKE = re.compile(r"(?:^|`)make((?: [a-z][a-z0-9-]*)+)", re.MULTILINE)
 EXTERNAL = re.compile(r"^[a-z][a-z0-9+.-]*:")
 STEP = re.compile(r"^\d+\. .*(?:\n[ \t]+\S.*)*", re.MULTILINE)
 IDENTIFIER = re.compile(r"`@?([A-Za-z_]\w+)(?:\([^`]*\))?`")
@@ -110,7 +110,7 @@ def check_python(root: Path) -> Iterator[str]:
 
 def check_make_targets(root: Path) -> Iterator[str]:
     """`make` commands, in code, whose target is not in the Makefile."""
-    targets = set(re.findall(r"^([a-z][a-z0-9]*):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for page in pages(root):
         text = page.read_text(encoding="utf-8")
         for match in MAKE.finditer(text):
