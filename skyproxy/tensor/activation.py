@@ -37,6 +37,7 @@ def activate() -> None:
             recurrent,
             set_storage,  # noqa: F401
             special_ops,
+            zero_tensors,
         )
         from skyproxy.tensor.torch_api import (
             accelerator,
@@ -60,6 +61,7 @@ def activate() -> None:
         )
 
         hot_path.install()
+        zero_tensors.install()
         autograd.install()
         async_values.install()
         registration.register(sky_module.MODULE)

@@ -9,6 +9,8 @@ import torch
 from skyproxy.tensor.core.memory import note_change
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
     OpOverload,
     TensorBase,
     disabled_torch_function,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
 
 _make_wrapper = make_wrapper_subclass
+_ZERO_TENSOR = DispatchKeySet(DispatchKey.ZeroTensor)
 OWN_ATTRIBUTES = frozenset({"_sky", "_is_param"})
 """Attributes that a remote tensor or parameter has in its `__dict__` where PyTorch's own would have nothing."""
 
@@ -90,6 +93,37 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
     return tensor
 
 
+class RemoteZeros(RemoteTensor):
+    """Zeros that PyTorch's C++ knows to be zeros: times an infinity they stay zeros, as tangents do that are missing.
+
+    PyTorch calls these ZeroTensors, and makes them for forward-mode AD alone. Elsewhere they have no memory; here they
+    are ordinary zeros with PyTorch's dispatch key. See `ops.zero_tensors`.
+    """
+
+
+OWN_CLASSES = frozenset({RemoteTensor, RemoteZeros})
+"""Classes of tensors that are of no class of the user's."""
+
+
+def make_zeros(meta: Meta, handle: Handle) -> RemoteZeros:
+    """Zeros that look like the strided `meta` and hold `handle`, whose value on the worker is zeros."""
+    zeros: RemoteZeros = _make_wrapper(
+        RemoteZeros,
+        meta.size,
+        meta.stride,
+        meta.offset,
+        dtype=meta.dtype,
+        device=handle.device.torch_device,
+        _extra_dispatch_keys=_ZERO_TENSOR,
+    )
+    if meta.conjugate:
+        set_conjugate(zeros, True)
+    if meta.negative:
+        set_negative(zeros, True)
+    zeros.__dict__ = {"_sky": handle}
+    return zeros
+
+
 def make_view(meta: Meta, handle: Handle, base: torch.Tensor) -> RemoteTensor:
     """A tensor that shares its storage with `base`; an inference tensor if that is one, whatever the mode is now."""
     inference = base.is_inference()
@@ -111,7 +145,7 @@ def adopt(tensor: RemoteTensor, handle: Handle) -> None:
     """Makes a tensor hold `handle`, and look like it; its identity, version counter and history stay."""
     meta = handle.meta
     with torch.inference_mode(tensor.is_inference()):
-        fresh = make_tensor(meta, handle)
+        fresh = make_zeros(meta, handle) if type(tensor) is RemoteZeros else make_tensor(meta, handle)
     # PyTorch lets a tensor take over another's look only if their dispatch keys agree, these two bits included; and the
     # first one is for complex numbers only, which the tensor may not have yet.
     for each in (tensor, fresh):

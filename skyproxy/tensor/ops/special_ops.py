@@ -158,12 +158,6 @@ def _record_stream(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwa
     """A device has one stream, and the worker frees memory in its order."""
 
 
-@implements("aten::_efficientzerotensor")
-def _efficient_zeros(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Ordinary zeros: PyTorch's efficient ones have no memory, which the worker's kernels and transfers rely on."""
-    return torch.zeros(*args, **kwargs)
-
-
 _QUANTIZED = (
     "aten::quantize_per_tensor",
     "aten::quantize_per_tensor.tensor_qparams",

@@ -18,7 +18,7 @@ import torch
 from skyproxy import patching
 from skyproxy.import_watcher import when_imported
 from skyproxy.patching import When
-from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor
 from skyproxy.tensor.dispatch import memoized_calls
 from skyproxy.tensor.programs import compiler
 from skyproxy.tensor.torch_api import sky_module
@@ -97,14 +97,14 @@ def _leave_out_own_frames() -> None:
 
 def _wrapping_remote(wrap: Callable[..., object]) -> Callable[..., object]:
     def wrap_remote(self: Any, value: object) -> object:
-        return self.wrap_tensor(value) if type(value) is RemoteTensor else wrap(self, value)
+        return self.wrap_tensor(value) if type(value) in OWN_CLASSES else wrap(self, value)
 
     return wrap_remote
 
 
 def _inferring_remote(infer: Callable[..., object]) -> Callable[..., object]:
     def infer_remote(value: object) -> object:
-        return None if type(value) is RemoteTensor else infer(value)
+        return None if type(value) in OWN_CLASSES else infer(value)
 
     return infer_remote
 

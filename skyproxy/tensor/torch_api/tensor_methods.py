@@ -11,7 +11,7 @@ import torch
 from torch import _tensor_str
 
 from skyproxy import patching
-from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, adopt
+from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, OWN_CLASSES, RemoteTensor, adopt
 from skyproxy.tensor.core.torch_private import TensorBase
 from skyproxy.tensor.core.transfers import download
 
@@ -67,12 +67,12 @@ def _repr(self: RemoteTensor, *, tensor_contents: object = None) -> str:
             try:
                 values: RemoteTensor = self.detach()  # type: ignore[assignment]
                 strided = self.layout is torch.strided
-                name = "tensor" if type(self) is RemoteTensor else type(self).__name__
+                name = "tensor" if type(self) in OWN_CLASSES else type(self).__name__
                 tensor_contents = _contents(values, len(name) + 1) if strided else _sparse_contents(values)
             finally:
                 del outside  # an error's traceback would keep it, and no transform work as long as somebody has that
     text = str(_tensor_str._str(self, tensor_contents=tensor_contents))
-    if type(self) is not RemoteTensor:
+    if type(self) not in OWN_CLASSES:
         return text
     # PyTorch names a subclass it does not know by its class; this one is not a class of the user's.
     name = f"{type(self).__name__}("
