@@ -35,9 +35,13 @@ def test_splitting_at_places_in_a_tensor(sky1: str) -> None:
     _same(lambda a, n: torch.tensor_split(a, n, dim=1), sky1, x, torch.tensor([1]))
 
 
-def test_splitting_at_places_of_another_dtype_is_refused(sky1: str) -> None:
-    with pytest.raises(RuntimeError, match="dtype long"):
-        torch.tensor_split(torch.ones(4, device=sky1), torch.tensor([1.0], device=sky1))
+@pytest.mark.parametrize("places", [torch.tensor([1.0]), torch.tensor(1.0), torch.tensor([[1]])])
+def test_splitting_at_wrong_places_is_refused_in_pytorchs_words(sky1: str, places: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="tensor_split expected") as local:
+        torch.tensor_split(torch.ones(4), places)
+    with pytest.raises(RuntimeError) as raised:
+        torch.tensor_split(torch.ones(4, device=sky1), places.to(sky1))
+    assert str(raised.value) == str(local.value)
 
 
 def test_results_whose_size_depends_on_values(sky1: str) -> None:
