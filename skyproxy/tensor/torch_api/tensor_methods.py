@@ -151,6 +151,10 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
+def _delete_data(self: torch.Tensor) -> None:
+    TensorBase.data.__delete__(self)  # type: ignore[attr-defined]
+
+
 def _move_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     kind = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else None
     with torch.no_grad():
@@ -222,7 +226,7 @@ def install() -> None:
     patching.replace(
         torch.Tensor,
         "data",
-        property(_get_data, _set_data),
+        property(_get_data, _set_data, _delete_data),
         why="`p.data = q` moves a parameter to another device without another object, as `Module.to` does",
         test="tests/tensor/torch_api/test_tensor_methods.py::test_data_moves_a_parameter_to_the_worker_and_back",
     )

@@ -215,6 +215,12 @@ def test_metadata_can_change_in_place_in_inference_mode(sky1: str) -> None:
     assert x.shape == (3, 2)
 
 
+def test_data_cannot_be_deleted_in_pytorchs_words(sky1: str) -> None:
+    for x in (torch.ones(2), torch.ones(2, device=sky1)):
+        with pytest.raises(RuntimeError, match="Delete tensor instead"):
+            del x.data
+
+
 def test_data_moves_a_parameter_to_the_worker_and_back(sky1: str) -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], lr=1.0)
