@@ -35,9 +35,10 @@ def _prctl(option: int, value: int | bytes) -> None:
 
 
 def end_with(parent: int) -> None:
-    """From now on the kernel kills this process when its parent's main thread ends; at once if the parent has ended.
+    """From now on the kernel kills this process when its parent's thread ends; at once if the parent has ended.
 
-    The kernel does it, for no thread of ours runs while native code holds the interpreter.
+    That thread is the one which began this process, or the main one of who adopted it. The kernel does it, for no
+    thread of ours runs while native code holds the interpreter.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,8 @@ class Template:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: ControlChannel | None = None
         self._failures = 0
+        # The kernel ends it with the thread that began it: not one of a connection, which may be gone at any moment.
+        self._births = ThreadPoolExecutor(1, "skyproxy-template")
 
     @property
     def pid(self) -> int:
@@ -73,13 +76,7 @@ class Template:
         self.end()
         channel, theirs = ControlChannel.pair()
         with theirs:
-            command = [sys.executable, "-P", "-m", "skyproxy_server.isolation.template"]
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-            )
+            self._births.submit(self._begin, theirs.fileno()).result()
         self._channel = channel
         setup = self._setup
         channel.send(
@@ -104,6 +101,10 @@ class Template:
             self.end()
             raise ConfigurationError(answer["refused"])
         return answer
+
+    def _begin(self, descriptor: int) -> None:
+        command = [sys.executable, "-P", "-m", "skyproxy_server.isolation.template", str(descriptor), str(os.getpid())]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], env=_environment())
 
     def fork(self, order: dict[str, object], descriptors: Sequence[int]) -> None:
         """Have a session's process forked.

@@ -443,6 +443,12 @@ def test_a_template_that_was_killed_is_started_again(tmp_path: Path) -> None:
             # It loads torch anew, which on a busy machine takes longer than a client waits for its greeting.
             with wait_for(lambda: _connected(worker), "sessions can be started again", 200) as other:
                 assert ones(other, 2).sum().item() == 2
+                running = worker.children()
+            wait_for(lambda: len(worker.children()) == 2, "the other session's process ends")
+            # The one that was started for the other client stays without it.
+            with worker.connect() as third:
+                assert len(worker.children() & running) == 2
+                assert ones(third, 2).sum().item() == 2
             assert tensor.sum().item() == 3
     finally:
         worker.end()
