@@ -186,6 +186,9 @@ def test_mixed_dtypes_are_refused_in_pytorchs_words(sky1: str) -> None:
 def test_attention_of_nothing_or_to_nothing_is_that_of_the_cpu(
     query: tuple[int, ...], key: tuple[int, ...], width: int, learns: bool, causal: bool, sky1: str
 ) -> None:
+    if len(query) == 4 and query[1] == 0 and torch.__version__ < "2.12":
+        pytest.skip("without heads, this version's kernel ends the process")
+
     def run(device: str, mask: bool) -> Any:
         sizes = query, key, (*key[:-1], width)
         q, k, v = (torch.ones(size, device=device, requires_grad=learns) for size in sizes)
