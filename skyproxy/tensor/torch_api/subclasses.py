@@ -7,7 +7,7 @@ time of one operation, such a tensor is a plain remote tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,58 @@ from skyproxy.tensor.core.torch_private import OpOverload
 _disabled = torch._C._disabled_torch_function_impl
 _make_plain_subclass = torch.Tensor._make_subclass
 _joined: dict[type, type] = {}
+_dict_of = torch.Tensor.__dict__["__dict__"]
+
+
+class Attributes(dict[str, Any]):
+    """What a tensor of a user's class has in its `__dict__`: whoever reads, copies or prints it sees what users set.
+
+    Libraries hand attributes on by `result.__dict__ = copy(x.__dict__)`, as fastai does: a copy with the handle in it
+    would make the result another name for `x`.
+    """
+
+    def shown(self) -> dict[str, Any]:
+        return {name: value for name, value in dict.items(self) if name not in OWN_ATTRIBUTES}
+
+    def hidden(self) -> dict[str, Any]:
+        return {name: value for name, value in dict.items(self) if name in OWN_ATTRIBUTES}
+
+    def keys(self) -> Any:
+        return self.shown().keys()
+
+    def values(self) -> Any:
+        return self.shown().values()
+
+    def items(self) -> Any:
+        return self.shown().items()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shown())
+
+    def __len__(self) -> int:
+        return len(self.shown())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shown()
+
+    def __eq__(self, other: object) -> bool:
+        return self.shown() == (other.shown() if isinstance(other, Attributes) else other)
+
+    def __repr__(self) -> str:
+        return repr(self.shown())
+
+    def __or__(self, other: Any) -> Any:
+        return self.shown() | other
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return dict, (self.shown(),)
+
+    def copy(self) -> dict[str, Any]:
+        return self.shown()
+
+    def clear(self) -> None:
+        for name in self.shown():
+            del self[name]
 
 
 class RemoteSubclass(RemoteTensor):
@@ -29,6 +81,21 @@ class RemoteSubclass(RemoteTensor):
     """
 
     local_class: type
+
+    @property
+    def __dict__(self) -> Attributes:
+        found = _dict_of.__get__(self)
+        attributes = found if isinstance(found, Attributes) else Attributes(found)
+        if attributes is not found:
+            _dict_of.__set__(self, attributes)
+        return attributes
+
+    @__dict__.setter
+    def __dict__(self, attributes: dict[str, Any]) -> None:
+        # The dict of another tensor itself is taken as it is: so `torch.utils.swap_tensors` exchanges all of two.
+        if not dict.__contains__(attributes, "_sky"):
+            attributes = Attributes(attributes, **self.__dict__.hidden())
+        _dict_of.__set__(self, attributes)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -48,9 +115,8 @@ class RemoteSubclass(RemoteTensor):
                 item.__class__ = kind
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        state = {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES}
         rebuild, parts = as_plain(self).__reduce_ex__(protocol)
-        return torch._tensor._rebuild_from_type_v2, (rebuild, self.local_class, parts, state)
+        return torch._tensor._rebuild_from_type_v2, (rebuild, self.local_class, parts, dict(self.__dict__))
 
     def __deepcopy__(self, memo: dict[object, object]) -> object:
         if id(self) not in memo:

@@ -39,6 +39,40 @@ class Bare(torch.Tensor):
     pass
 
 
+class Heir(torch.Tensor):
+    """A class whose results take over the whole `__dict__`, as fastai's `TensorBase.set_meta` has it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Heir) and args and isinstance(args[0], Heir):
+            result.__dict__ = copy.copy(args[0].__dict__)
+        return result
+
+
+class Updated(torch.Tensor):
+    """A class whose results are given each attribute of their first operand."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Updated) and args and isinstance(args[0], Updated):
+            result.__dict__.update(args[0].__dict__)
+        return result
+
+
+class Named(torch.Tensor):
+    """A class whose results are given each attribute of their first operand by its name."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Named) and args and isinstance(args[0], Named):
+            for name, value in vars(args[0]).items():
+                setattr(result, name, value)
+        return result
+
+
 def make(cls: type[Any], device: str) -> Any:
     return torch.arange(4.0).to(device).as_subclass(cls)
 
@@ -166,3 +200,65 @@ def test_data_of_another_class_leaves_the_class(sky1: str) -> None:
     assert not isinstance(plain, Counted)
     assert x.as_subclass(torch.Tensor).tolist() == [0, 0]
     assert plain.tolist() == [1, 1, 1]
+
+
+HANDED_ON: list[Callable[[Any], Any]] = [
+    lambda x: x + 1,
+    lambda x: x * x,
+    lambda x: x[1:],
+    lambda x: x.view(2, 2).T,
+    lambda x: x.sum(),
+    lambda x: x.add_(1),
+    lambda x: x[x > 1],
+    lambda x: torch.cat([x, x]),
+    lambda x: x.to(torch.float64),
+    lambda x: x.to("cpu") + 1,
+    lambda x: x.cpu().to("sky:0") + 1,
+    lambda x: x.clone().resize_(2),
+    lambda x: functional.relu(x - 2),
+    lambda x: x.detach().requires_grad_() * 2,
+    lambda x: pickle.loads(pickle.dumps(x + 1)),
+    lambda x: x.as_subclass(torch.Tensor) - 1,
+]
+
+
+@pytest.mark.parametrize("cls", [Heir, Updated, Named])
+@pytest.mark.parametrize("operation", HANDED_ON)
+def test_attributes_are_handed_on_and_values_are_not(cls: type[Any], operation: Callable[[Any], Any]) -> None:
+    results = []
+    for device in ("cpu", "sky:0"):
+        x = make(cls, device)
+        x.label = "photo"
+        result = operation(x)
+        results.append((result.detach().cpu().as_subclass(torch.Tensor).tolist(), getattr(result, "label", None)))
+        results.append((x.cpu().as_subclass(torch.Tensor).tolist(), result.shape, result.stride()))
+    assert results[:2] == results[2:]
+
+
+def test_the_dict_of_a_tensor_holds_what_its_user_set() -> None:
+    x = make(Bare, "sky:0")
+    assert vars(x) == {}
+    assert len(vars(x)) == 0
+    assert "_sky" not in x.__dict__
+    x.label = "photo"
+    assert dict(vars(x)) == {**vars(x)} == x.__dict__.copy() == copy.deepcopy(vars(x)) == {"label": "photo"}
+    assert repr(vars(x)) == "{'label': 'photo'}"
+    assert list(x.__dict__) == ["label"] == list(vars(x).keys())
+    assert list(vars(x).values()) == ["photo"]
+    assert vars(x) | {"a": 1} == {"label": "photo", "a": 1}
+    vars(x)["size_there"] = 3
+    assert x.size_there == 3
+    vars(x).clear()
+    assert not hasattr(x, "label")
+    assert x.tolist() == [0, 1, 2, 3]
+
+
+def test_two_tensors_of_a_class_are_swapped() -> None:
+    a, b, plain = make(Bare, "sky:0"), make(Bare, "sky:0") + 1, torch.ones(2)
+    a.label, b.label = "a", "b"
+    torch.utils.swap_tensors(a, b)
+    assert (a.tolist(), a.label, b.tolist(), b.label) == ([1, 2, 3, 4], "b", [0, 1, 2, 3], "a")
+    torch.utils.swap_tensors(a, plain)
+    assert (a.tolist(), plain.tolist(), plain.label) == ([1, 1], [1, 2, 3, 4], "b")
+    assert type(plain).__name__ == "Bare"
+    assert type(a) is torch.Tensor
