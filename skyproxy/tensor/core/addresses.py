@@ -1,4 +1,4 @@
-"""The invented addresses of remote memory, each given once."""
+"""What the client has of remote memory: invented addresses, each given once, and the bytes of some small storages."""
 
 from __future__ import annotations
 
@@ -37,4 +37,22 @@ class Memory:
         self.byte_count = byte_count
 
 
-__all__ = ["Memory"]
+class HostCopy:
+    """The bytes of a small storage.
+
+    Attributes:
+        values: its bytes; None once something may have changed them.
+        epoch: `recorder.hidden_writes` when they were right.
+        asked: whether a number of it was asked for.
+        final: whether it is never known: something else than this program may write to it at any time.
+    """
+
+    __slots__ = ("asked", "epoch", "final", "values")
+
+    def __init__(self, values: bytes | None, epoch: int) -> None:
+        self.values = values
+        self.epoch = epoch
+        self.asked = self.final = False
+
+
+__all__ = ["HostCopy", "Memory"]

@@ -14,7 +14,7 @@ from skyproxy.interrupts import shielded
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
-from skyproxy.tensor.core.addresses import Memory
+from skyproxy.tensor.core.addresses import HostCopy, Memory
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.torch_modes import USUAL, Record
 
@@ -31,10 +31,18 @@ class Handle:
         root: for a view, the handle of the tensor whose storage it shares; else None.
         memory: the storage's address and size, once somebody asked; see `core.memory.memory_of`.
         is_shared: set once several tensors hold this very handle, as detached ones do.
+        copied: whether `copy` says what is known of the storage's bytes; on the handle that has no `root`.
+        copy: what is known of them, see `core.host_copies`.
+        with_copy: the class of such handles on this device, to which those without can change; None: there is none.
+        without_copy: the class of the others.
     """
 
-    __slots__ = ("is_shared", "memory", "meta", "root", "slot")
+    __slots__ = ("copy", "is_shared", "memory", "meta", "root", "slot")
     device: SkyDevice
+    copied = False
+    copy: HostCopy
+    with_copy: type[Handle] | None = None
+    without_copy: type[Handle]
     is_shared: bool
     memory: Memory
     slot: int
@@ -152,6 +160,12 @@ def _handle_type(sky_device: SkyDevice) -> type[Handle]:
             else:
                 drop_slot(slot)
 
+    class CopiedHandle(DeviceHandle):
+        __slots__ = ()
+        copied = True
+
+    DeviceHandle.with_copy = CopiedHandle
+    DeviceHandle.without_copy = DeviceHandle
     return DeviceHandle
 
 

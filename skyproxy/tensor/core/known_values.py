@@ -20,6 +20,7 @@ import torch
 
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.recorder import Recorder
+from skyproxy.tensor.core.addresses import HostCopy
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 
@@ -49,9 +50,10 @@ class KnownMeta(Meta):
         unasked: how often the value was used since somebody asked for it.
         heir: for the bytes of a storage: the look of the one tensor that was made of them.
         sources: the looks of what it was computed of; who asks for it asks for them.
+        copy: for an element of a storage whose bytes are known, those: the value is right as long as they are known.
     """
 
-    __slots__ = ("_value", "base", "epoch", "heir", "recorder", "sources", "unasked")
+    __slots__ = ("_value", "base", "copy", "epoch", "heir", "recorder", "sources", "unasked")
     known = True
 
     def __init__(self, base: Meta, value: Value, recorder: Recorder, unasked: int = 0) -> None:
@@ -65,6 +67,12 @@ class KnownMeta(Meta):
         self.unasked = unasked
         self.heir: KnownMeta | None = None
         self.sources: tuple[KnownMeta, ...] = ()
+        self.copy: HostCopy | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing has happened that may have changed the value."""
+        return self.epoch == self.recorder.hidden_writes and (self.copy is None or self.copy.values is not None)
 
     @property
     def value(self) -> torch.Tensor | None:
@@ -132,7 +140,9 @@ def forget(handle: Handle) -> torch.Tensor | None:
     if not meta.known:
         return None
     handle.meta = meta.base
-    value = meta.value if meta.epoch == meta.recorder.hidden_writes else None
+    value = meta.value if meta.is_right else None
+    if meta.copy is not None:  # what is written forgets that
+        return value
     meta.value = None
     if meta.heir is not None:
         meta.heir.value = None
@@ -142,10 +152,25 @@ def forget(handle: Handle) -> torch.Tensor | None:
 def value_of(handle: Handle) -> torch.Tensor | None:
     """The value of a tensor, where it is known; not to be changed."""
     meta: KnownMeta = handle.meta  # type: ignore[assignment]  # if it is `known`
-    if not meta.known or meta.epoch != meta.recorder.hidden_writes or type(handle.device.recorder) is not Recorder:
+    if not meta.known or not meta.is_right or type(handle.device.recorder) is not Recorder:
         return None
     meta.note_ask()
     return meta.value
+
+
+_MOST_UNASKED_READS = 16
+
+
+def restore(read: list[tuple[Handle, KnownMeta]]) -> None:
+    """Let elements be known again after an operation that they were operands of, unless it changed them.
+
+    After some operations in which nobody asks for it, an element takes the short way for good.
+    """
+    for handle, meta in read:
+        if meta.copy is not None and meta.is_right and handle.meta is meta.base:
+            meta.unasked += 1
+            if meta.unasked <= _MOST_UNASKED_READS:
+                handle.meta = meta
 
 
 def inherit(root: Handle, handle: Handle) -> None:
@@ -164,4 +189,4 @@ def inherit(root: Handle, handle: Handle) -> None:
         lender.heir = handle.meta  # type: ignore[assignment]
 
 
-__all__ = ["DTYPES", "KnownMeta", "forget", "inherit", "know", "know_bytes", "value_of"]
+__all__ = ["DTYPES", "KnownMeta", "forget", "inherit", "know", "know_bytes", "restore", "value_of"]

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.tensor.core import known_values
+from skyproxy.tensor.core import host_copies, known_values
 from skyproxy.tensor.core.devices import Handle, SkyDevice
 from skyproxy.tensor.core.memory import Memory, MemorySlice, memory_of, note_change
 from skyproxy.tensor.core.metadata import Meta, plain_meta
@@ -23,6 +23,7 @@ def _slice(root: Handle, start: int, stop: int) -> Handle:
     if isinstance(memory, MemorySlice):
         root, start, stop = memory.whole, memory.start + start, memory.start + stop
     part: Handle = view_of(root, plain_meta((stop - start,), torch.uint8, None, start))._sky
+    host_copies.escape(root)  # its parts have addresses of their own
     part.root = None  # it keeps the whole tensor alive through its memory
     part.memory = MemorySlice(root, start, stop)
     return part
@@ -105,6 +106,7 @@ class SkyStorage(torch.UntypedStorage):
         if size < 0:
             raise RuntimeError(f"Trying to resize a storage to {size} bytes")
         known_values.forget(self._root)
+        host_copies.forget_written([self._root])
         self._root.device.session.do("resize_storage", self._root.slot, size)
         self._memory().resize(size)
         return self

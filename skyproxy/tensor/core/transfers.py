@@ -9,7 +9,7 @@ from ctypes import string_at
 import torch
 
 from skyproxy.protocol.commands import UPLOAD
-from skyproxy.tensor.core import known_values
+from skyproxy.tensor.core import host_copies, known_values
 from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.pieces import copied, copy_into
@@ -65,6 +65,8 @@ def _upload_inline(tensor: torch.Tensor, device: SkyDevice, byte_count: int) -> 
     device.recorder.append_with_buffer(values, UPLOAD, handle.slot, meta.encoded, device.place)
     if not meta.size:
         known_values.know_bytes(handle, values)
+    elif byte_count <= host_copies.MOST_BYTES:
+        host_copies.keep(handle, values)
     return make_tensor(meta, handle)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,11 +38,13 @@ class BoundCall:
         keyword_templates: the same for keywords.
         tensors: the remote tensors among the arguments, in order.
         known: those of their handles whose values were known, each with its look till then and the value.
+        elements: those of their handles that are elements of storages whose bytes are known, each with that look.
     """
 
     __slots__ = (
         "args",
         "device",
+        "elements",
         "has_values",
         "info",
         "key",
@@ -60,6 +63,7 @@ class BoundCall:
         self.has_values = False
         self.tensors: list[RemoteTensor] = []
         self.known: list[tuple[Handle, KnownMeta, torch.Tensor]] = []
+        self.elements: list[tuple[Handle, KnownMeta]] = []
         self.device = self._find_device()
         if info.places_host_indices and len(args) > 1 and type(args[1]) in (list, tuple):
             self.args = args = (args[0], self._place_indices(*args[:3]), *args[2:])
@@ -171,6 +175,11 @@ class BoundCall:
 
     def _forget(self, handle: Handle) -> None:
         meta: KnownMeta = handle.meta  # type: ignore[assignment]  # it is `known`
+        if meta.copy is not None:
+            self.elements.append((handle, meta))
+            if not self.info.followed:
+                handle.meta = meta.base
+                return
         value = known_values.forget(handle)
         if value is not None:
             self.known.append((handle, meta, value))
@@ -261,3 +270,27 @@ def _number(a: object) -> Number:
 def freeze(value: object) -> Any:
     """Return the value with tuples in place of lists, so that it can be hashed."""
     return tuple(freeze(item) for item in value) if isinstance(value, list) else value
+
+
+def template_of(a: object, how: int, device: SkyDevice) -> object:
+    """Return the form in which an argument without tensors travels."""
+    kind = type(a)
+    if how not in _CONSTANTS and kind not in FIXED_TYPES:
+        return commands.TENSOR if a is None and how == TENSOR else commands.VALUE
+    if kind is torch.device and a.type == "sky":  # type: ignore[attr-defined]
+        a = device.worker_device
+    elif kind in _HASHED:
+        return _constant_template(a)
+    elif kind is list and set(map(type, a)) == {bool}:  # type: ignore[call-overload]
+        return _constant_template(tuple(a))  # type: ignore[arg-type]
+    return (commands.CONSTANT, *freeze(torch_codec.encode_constant(a)))
+
+
+_CONSTANTS = (FIXED, GENERATOR)
+_HASHED = FIXED_TYPES | {type(None), bool, int}
+"""Types of constants of which two that are equal, and of the same type, travel alike. Zeros of fractions have signs."""
+
+
+@functools.lru_cache(1024, typed=True)
+def _constant_template(constant: object) -> tuple[object, ...]:
+    return (commands.CONSTANT, *freeze(torch_codec.encode_constant(constant)))

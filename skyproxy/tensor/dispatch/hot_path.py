@@ -16,10 +16,12 @@ import torch
 
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
+from skyproxy.tensor.core.host_copies import forget_copy, know_element
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.entries import expectation
+from skyproxy.tensor.dispatch.known_results import forget_lists
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
 from skyproxy.tensor.dispatch.recording import count_changes, learn, new_tensors, record
 
@@ -67,7 +69,8 @@ def looks_of_many(items: list[object]) -> tuple[Handle, tuple[Meta, ...], list[i
     if set(map(type, items)) != _ONLY_REMOTE:
         return None
     handles = list(map(_handle_of_tensor, items))
-    if len(set(map(type, handles))) != 1:
+    classes = set(map(type, handles))
+    if len(classes) != 1 and any(handle.device is not handles[0].device for handle in handles):
         return None
     return handles[0], tuple(map(_meta_of_handle, handles)), list(map(_slot_of_handle, handles))
 
@@ -215,7 +218,12 @@ def dispatch_remote(
             )
             handle = device.handle_type()
             handle.meta = meta
-            handle.root = (root.root or root) if entry.shares_first else None
+            if entry.shares_first:
+                handle.root = root.root or root
+                if handle.root.copied and not meta.size:
+                    know_element(handle, handle.root)
+            else:
+                handle.root = None
             free, held = recorder.free, recorder.held
             if free:  # as in `take_slot`: no call may end between
                 handle.slot = slot = free[0]
@@ -255,6 +263,11 @@ def dispatch_remote(
         while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
     recorder.lines.extend((frame.f_code, frame.f_lasti))
+    if info.changes:
+        if info.changes != 1:
+            forget_lists(info, args, kwargs)
+        elif (root.root or root).copied:
+            forget_copy(root.root or root)
     if len(stream) > recorder.limit:
         recorder.send_some()
     return result

@@ -13,9 +13,11 @@ import torch
 
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.recorder import Recorder
+from skyproxy.tensor.core.host_copies import escape, forget_uploads, forget_written
 from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
+from skyproxy.tensor.dispatch.entries import written_tensors
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
@@ -63,6 +65,8 @@ def follow(call: BoundCall, record: Callable[[], object]) -> object:
     if unasked > _MOST_UNASKED:
         return result
     results: Sequence[Any] = result if isinstance(result, list | tuple) else (result,)
+    if call.info.writes and call.elements:
+        return result  # others share the memory of what was changed, perhaps
     targets = [*results] if not call.info.writes else _compute_writes(call)
     if not all(type(t) is RemoteTensor and t.dim() == 0 and t._sky.meta.plain for t in targets):
         return result
@@ -83,13 +87,42 @@ def follow(call: BoundCall, record: Callable[[], object]) -> object:
         for _, meta in found:
             meta.sources = tuple(source for _, source, _ in read)
     for handle, meta, value in read:
-        meta.value, meta.unasked = value, unasked
+        if meta.copy is None:
+            meta.value = value
+        meta.unasked = unasked
         found.append((handle, meta))
     for handle, meta in found:
         handle.meta = meta
         if recorder.ops != before + 1:  # another thread may have changed it meanwhile
             forget(handle)
     return result
+
+
+def forget_written_by(call: BoundCall) -> None:
+    """Forget what is known here of the bytes that a call changes."""
+    handles = [tensor._sky for tensor in call.tensors]
+    if any((handle.root or handle).copied for handle in handles):
+        unsaid = not call.info.writes
+        forget_written(handles if unsaid else [handles[number] for number in written_tensors(call)])
+
+
+def forget_lists(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    """Forget the same of an op that changes other tensors than its first argument, for the fast path."""
+    if info.changed_lists and not forget_uploads():
+        return
+    given = dict(zip(info.names, args, strict=False))
+    if kwargs:
+        given.update(kwargs)
+    for name in info.writes or info.names:
+        a = given.get(name)
+        items = a if type(a) is list else (a,)
+        forget_written(item._sky for item in items if type(item) is RemoteTensor)
+
+
+def lend_memory(call: BoundCall) -> None:
+    """Note that a result may lie in its arguments' memory, which it does not name: sparse and nested tensors may."""
+    for tensor in call.tensors:
+        escape(tensor._sky)
 
 
 def know_filled(handle: Handle, info: OpInfo, args: tuple[object, ...]) -> None:

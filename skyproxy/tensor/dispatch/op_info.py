@@ -74,6 +74,17 @@ are divided here, because some of them look at devices, values or flags that onl
 _PRODUCTS = "addbmm addmm addmv baddbmm bmm convolution dot linear matmul mm mv vdot"
 _OF_ONE_DTYPE = frozenset("aten::" + name for name in _PRODUCTS.split())
 """Ops whose kernels refuse operands of several dtypes, which PyTorch's kernels without values let pass."""
+CHANGES_UNSAID = frozenset(
+    {
+        "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts",
+        "aten::batch_norm_update_stats",
+        "aten::cudnn_batch_norm",
+        "aten::miopen_batch_norm",
+        "aten::native_batch_norm",
+    }
+)
+"""Ops that change running statistics without a word of it in their schemas."""
 _NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
 _FAKED_WRONGLY = frozenset(
     {
@@ -170,6 +181,7 @@ class OpInfo:
         rule: what tells how the results look, see `shapes.rules`; or None.
         special: who handles the op instead, or None.
         creates: whether it makes one tensor of sizes and options alone.
+        changes: whether it changes what it was given: 0 no, 1 its first argument and nothing else, 2 more or lists.
         changed_lists: the names of the lists whose tensors it changes, which nobody but its kernel counts.
         for_each: whether it does the same to each item of its lists, which PyTorch does item by item where it must.
         places_host_indices: whether CPU tensors are allowed as indices, as PyTorch allows on every device.
@@ -192,6 +204,7 @@ class OpInfo:
         "asks_worker_for_halves",
         "asks_worker_for_shape",
         "changed_lists",
+        "changes",
         "columns",
         "creates",
         "followed",
@@ -251,6 +264,8 @@ class OpInfo:
             for a, kind in zip(schema.arguments, self.kinds, strict=True)
             if kind == TENSORS and a.name in self.writes and (a.kwarg_only or self.for_each)
         )
+        only_first = self.writes == self.names[:1] and self.kinds[0] == TENSOR
+        self.changes = 1 if only_first else 2 if self.writes or packet in CHANGES_UNSAID else 0
         self.synchronizes = not self.returns and not self.writes and packet not in _NOT_WAITED_FOR
         self.asks_worker_for_shape = not _depends_on_values(func) and (
             packet in _FAKED_WRONGLY

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from skyproxy.errors import LimitExceededError, ProtocolError
 from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
+from skyproxy.tensor.core import host_copies, known_values
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta
@@ -25,11 +25,11 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor, make_v
 from skyproxy.tensor.core.torch_private import OpOverload, TensorBase, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
-from skyproxy.tensor.dispatch.binding import BoundCall, freeze, refuse_to_pin
+from skyproxy.tensor.dispatch.binding import BoundCall, refuse_to_pin, template_of
 from skyproxy.tensor.dispatch.capture import check_reshaped
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across_devices
-from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, TENSOR, TENSORS, OpInfo, info_of
+from skyproxy.tensor.dispatch.op_info import TENSORS, OpInfo, info_of
 
 _infers = torch.is_inference_mode_enabled
 _is_of_inference = TensorBase.is_inference
@@ -63,7 +63,10 @@ def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         for name in info.changed_lists:
             count_changes(kwargs[name] if name in kwargs else args[info.names.index(name)])
         return run_across_devices(info, func, args, kwargs, error)
-    return run(call)
+    result = run(call)
+    if call.elements:
+        known_values.restore(call.elements)
+    return result
 
 
 def _example_on(asked: torch.device, info: OpInfo, tensor: RemoteTensor) -> torch.Tensor:
@@ -201,7 +204,7 @@ def learn(
             templates.append(commands.TENSORS)
         else:
             looks.append(a)
-            templates.append(_template_of(a, how, device))
+            templates.append(template_of(a, how, device))
     named: dict[str, object] = {}
     keywords: list[Any] = []
     if kwargs:
@@ -216,7 +219,7 @@ def learn(
                 keywords.append((name, commands.TENSOR))
             else:
                 named[name] = a
-                keywords.append((name, _template_of(a, kinds[name], device)))
+                keywords.append((name, template_of(a, kinds[name], device)))
     assert info.rule is not None
     found = info.rule(*looks, **named)
     if found is None:
@@ -239,30 +242,6 @@ def _asks(info: OpInfo, device: SkyDevice, args: tuple[Any, ...]) -> bool:
     if info.asks_cuda_for_shape and kind == "cuda":
         return True
     return info.asks_worker_for_halves and kind != "cpu" and any(getattr(a, "dtype", None) in _HALVES for a in args)
-
-
-def _template_of(a: object, how: int, device: SkyDevice) -> object:
-    """Return the form in which an argument without tensors travels."""
-    kind = type(a)
-    if how not in _CONSTANTS and kind not in FIXED_TYPES:
-        return commands.TENSOR if a is None and how == TENSOR else commands.VALUE
-    if kind is torch.device and a.type == "sky":  # type: ignore[attr-defined]
-        a = device.worker_device
-    elif kind in _HASHED:
-        return _constant_template(a)
-    elif kind is list and set(map(type, a)) == {bool}:  # type: ignore[call-overload]
-        return _constant_template(tuple(a))  # type: ignore[arg-type]
-    return (commands.CONSTANT, *freeze(torch_codec.encode_constant(a)))
-
-
-_CONSTANTS = (FIXED, GENERATOR)
-_HASHED = FIXED_TYPES | {type(None), bool, int}
-"""Types of constants of which two that are equal, and of the same type, travel alike. Zeros of fractions have signs."""
-
-
-@functools.lru_cache(1024, typed=True)
-def _constant_template(constant: object) -> tuple[object, ...]:
-    return (commands.CONSTANT, *freeze(torch_codec.encode_constant(constant)))
 
 
 def _unalias(call: BoundCall, positions: list[int]) -> BoundCall:
@@ -337,6 +316,8 @@ def _finish(call: BoundCall, entry: Entry, expected: bool) -> Any:
     else:
         device.recorder.emit(command)
     remember_line(device)
+    if call.info.changes:
+        known_results.forget_written_by(call)
     device.recorder.send_if_due()
     if call.info.synchronizes:
         device.session.synchronize()
@@ -356,10 +337,15 @@ def _record_change(call: BoundCall, entry: Entry, command: list[object]) -> None
 def _result(call: BoundCall, meta: Meta, shares: int | None) -> RemoteTensor:
     """A fresh tensor; a view of the call's tensor with number `shares`, if that is given."""
     if shares is None:
+        if meta.layout is not torch.strided:
+            known_results.lend_memory(call)
         return new_tensor(call.device, meta)
     base = call.tensors[shares]
-    root = base._sky
-    return make_view(meta, call.device.new_handle(meta, root.root or root), base)
+    owner = base._sky.root or base._sky
+    handle = call.device.new_handle(meta, owner)
+    if owner.copied and not meta.size:
+        host_copies.know_element(handle, owner)
+    return make_view(meta, handle, base)
 
 
 def new_tensors(device: SkyDevice, looks: list[tuple[Meta, int | None]], owner: Handle | None) -> list[RemoteTensor]:
@@ -371,6 +357,8 @@ def new_tensors(device: SkyDevice, looks: list[tuple[Meta, int | None]], owner: 
         handle.meta = meta
         handle.root = owner if shares == 0 else None
         take_slot(handle)
+        if shares == 0 and not meta.size and owner.copied:  # type: ignore[union-attr]  # who shares has an owner
+            host_copies.know_element(handle, owner)  # type: ignore[arg-type]
         tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, meta.layout, place)
         tensor.__dict__ = {"_sky": handle}
         made.append(tensor)
@@ -404,6 +392,8 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     else:
         device.recorder.emit(command)
         remember_line(device)
+    if info.changes:
+        known_results.forget_written_by(call)
     if info.synchronizes:
         device.session.synchronize()
     inputs = [tensor._sky.slot for tensor in call.tensors]
@@ -450,9 +440,12 @@ def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[Ou
         call.device.session.do("take_apart", handle.slot, [h.slot for h in handles])
         return Output(), [_wrap_reply(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
     if fields[0] == torch_codec.NESTED:
+        known_results.lend_memory(call)
         return Output(), wrap_answer(handle, row)
     handle.meta = _meta_of(fields)
     if alias < 0:
+        if handle.meta.layout is not torch.strided:
+            known_results.lend_memory(call)
         return Output(meta=handle.meta), make_tensor(handle.meta, handle)
     if alias >= len(call.tensors):
         raise ProtocolError(f"the worker says that a result of {call.info.name} is a view of input {alias}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from ctypes import string_at
 from typing import Any
 
 import torch
 
 from skyproxy.errors import ProtocolError
 from skyproxy.interrupts import raised_by_handler
-from skyproxy.tensor.core import known_values
-from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core import host_copies, known_values
+from skyproxy.tensor.core.devices import DEVICES, Handle
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.pieces import copied, copy_into
 from skyproxy.tensor.core.prefetching import READER
@@ -146,16 +147,23 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
     known = known_values.value_of(handle)
     if known is not None:
         return known.item()
+    number = host_copies.number_of(handle)
+    if number is not None:
+        return number
     if READER.ahead is not None or not handle.meta.plain or tensor.is_complex():
         return download(tensor).item()
+    shared = bool(handle.meta.size) or handle.root is not None or sys.getrefcount(handle) != _ALONE
+    if shared and host_copies.readable(handle):
+        number = _read_whole(handle)
+        if number is not None:
+            return number
     recorder = handle.device.recorder
     before = recorder.ops
     value = handle.device.session.call("item", handle.slot)
     dtype = tensor.dtype
     if type(value) is not (float if dtype.is_floating_point else bool if dtype is torch.bool else int):
         raise ProtocolError(f"the worker sent {value!r:.40} for the value of a tensor of {dtype}")
-    # Only this tensor and this name hold it, so it has no views whose changes would go unseen.
-    if not handle.meta.size and handle.root is None and sys.getrefcount(handle) == _ALONE:
+    if not shared:  # only this tensor and this name hold it, so it has no views whose changes would go unseen
         try:
             known_values.know(handle, torch.tensor(value, dtype=dtype, device="cpu"))
         except (RuntimeError, OverflowError) as error:
@@ -165,6 +173,18 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
         if recorder.ops != before:  # another thread may have changed it meanwhile
             known_values.forget(handle)
     return value
+
+
+def _read_whole(handle: Handle) -> bool | int | float | None:
+    """Ask for all of the small storage that a number lies in: the next number of it will be known."""
+    owner, recorder = handle.root or handle, handle.device.recorder
+    before = recorder.ops
+    whole = handle.device.session.fetch(owner.slot, owner.meta.description)
+    copy = host_copies.keep(owner, string_at(whole.data_ptr(), whole.nbytes), asked=True)
+    number = host_copies.number_of(handle)
+    if recorder.ops != before and copy is not None:  # another thread may have changed it meanwhile
+        host_copies.forget_written([owner])
+    return number
 
 
 @implements("aten::equal")

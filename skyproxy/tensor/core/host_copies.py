@@ -1,0 +1,233 @@
+"""Small storages whose bytes are known here, so that a number that is taken of one does not wait.
+
+Programs put a few numbers on the device and read them one by one: `for t in scheduler.timesteps`, `order[0]`, the items
+of a batch of labels. The bytes of such a storage were uploaded, or came whole with the first number that was asked for,
+and stay with the handle of the tensor that first had it. A view reads its number out of them by its offset.
+
+What writes to the storage, through whichever tensor, forgets the bytes: every recorded operation says what it changes
+(`OpInfo.changes`), and every alias names the storage by `handle.root`. What writes without being an operation (replays
+of graphs, compiled graphs, functions) changes `recorder.hidden_writes`, with which each copy is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from skyproxy.session.recorder import Recorder
+from skyproxy.tensor.core.addresses import HostCopy
+from skyproxy.tensor.core.known_values import KnownMeta
+from skyproxy.tensor.core.memory import bytes_needed, memory_of
+from skyproxy.torch_codec import contiguous_stride
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from skyproxy.tensor.core.devices import Handle
+    from skyproxy.tensor.core.metadata import Meta
+
+MOST_BYTES = 1 << 14
+"""Storages up to this size are kept."""
+_MOST_READ_AHEAD = 1 << 13
+"""Storages up to this size are read whole when one number is asked for."""
+_MOST_COPIES = 64
+"""Copies of each kind that live at a time; the oldest goes."""
+
+_FORMATS = {
+    torch.float64: "d",
+    torch.float32: "f",
+    torch.float16: "e",
+    torch.int64: "q",
+    torch.int32: "i",
+    torch.int16: "h",
+    torch.int8: "b",
+    torch.uint8: "B",
+    torch.bool: "?",
+}
+_READERS = {dtype: struct.Struct("=" + form).unpack_from for dtype, form in _FORMATS.items()}
+_read_float32 = _READERS[torch.float32]
+
+
+_ESCAPED = HostCopy(None, -1)
+_ESCAPED.final = True
+_uploaded: deque[HostCopy] = deque()
+_asked: deque[HostCopy] = deque()
+
+
+def _count(copy: HostCopy, copies: deque[HostCopy]) -> None:
+    copies.append(copy)
+    if len(copies) > _MOST_COPIES:
+        oldest = copies.popleft()
+        if copies is _asked or not oldest.asked:
+            oldest.values = None
+
+
+def keep(handle: Handle, values: bytes, *, asked: bool = False) -> HostCopy | None:
+    """Remember the bytes of a storage; None if they cannot be.
+
+    Args:
+        handle: that of the tensor that first had it, which begins with it and has no gaps.
+        values: all of its bytes.
+        asked: whether they were asked for, and not uploaded.
+    """
+    recorder, made = handle.device.recorder, handle.with_copy
+    if type(recorder) is not Recorder or made is None or len(values) > MOST_BYTES:
+        return None
+    if handle.copied and handle.copy.final:
+        return None
+    copy = handle.copy = HostCopy(values, recorder.hidden_writes)
+    handle.__class__ = made  # after the copy: whoever sees the one finds the other
+    if asked:
+        _note_ask(copy)
+    else:
+        _count(copy, _uploaded)
+    return copy
+
+
+def forget_copy(owner: Handle) -> None:
+    """Forget the bytes of a storage, as something writes to it.
+
+    Args:
+        owner: the handle of the tensor that first had it, with `copied` set.
+    """
+    owner.copy.values = None
+    if not owner.copy.final:
+        owner.__class__ = owner.without_copy
+
+
+def forget_written(handles: Iterable[Handle]) -> None:
+    """Forget the bytes of the storages that these tensors lie in."""
+    for handle in handles:
+        owner = handle.root or handle
+        if owner.copied:
+            forget_copy(owner)
+
+
+def forget_uploads() -> bool:
+    """Forget all bytes that were uploaded and never asked for; return whether there are others.
+
+    For operations that change long lists: looking at each of their tensors would cost more than such bytes are worth.
+    """
+    with contextlib.suppress(IndexError):  # another thread may do so, too
+        while _uploaded:
+            copy = _uploaded.pop()
+            if not copy.asked:
+                copy.values = None
+    return bool(_asked)
+
+
+def escape(handle: Handle) -> None:
+    """Never know the bytes of this tensor's storage again: not only operations of this program may write to it."""
+    owner = handle.root or handle
+    if owner.copied:
+        forget_copy(owner)
+    if owner.with_copy is not None:
+        owner.copy = _ESCAPED
+        owner.__class__ = owner.with_copy
+
+
+def _current(handle: Handle) -> tuple[HostCopy, bytes] | None:
+    owner = handle.root or handle
+    if not owner.copied:
+        return None
+    copy, recorder, values = owner.copy, handle.device.recorder, owner.copy.values
+    if values is None or type(recorder) is not Recorder or copy.epoch != recorder.hidden_writes:
+        return None
+    return copy, values
+
+
+def number_of(handle: Handle) -> bool | int | float | None:
+    """Return the number in a tensor of one element, where its storage's bytes are known."""
+    found = _current(handle)
+    if found is None or handle.device.session.lost is not None:
+        return None
+    copy, values = found
+    if not copy.asked:
+        _note_ask(copy)
+    return _read(values, handle.meta)
+
+
+def _note_ask(copy: HostCopy) -> None:
+    _count(copy, _asked)  # first, because `forget_uploads` leaves what was asked for to who looks there
+    copy.asked = True
+
+
+def _read(values: bytes, meta: Meta) -> bool | int | float | None:
+    dtype = meta.dtype
+    start = meta.offset * dtype.itemsize
+    if not meta.plain or start + dtype.itemsize > len(values):
+        return None
+    if dtype is torch.bfloat16:
+        value: float = _read_float32(_as_float32(values[start : start + 2]))[0]
+        return value
+    read = _READERS.get(dtype)
+    return read(values, start)[0] if read is not None else None
+
+
+def _as_float32(half: bytes) -> bytes:
+    """The bytes of a float32 that equals a bfloat16, in this machine's order."""
+    return b"\0\0" + half if _LITTLE_ENDIAN else half + b"\0\0"
+
+
+_LITTLE_ENDIAN = struct.pack("=h", 1) == struct.pack("<h", 1)
+
+
+def readable(handle: Handle) -> bool:
+    """Return whether the whole storage of a tensor may be read where one number of it is asked for."""
+    owner = handle.root or handle
+    meta = owner.meta
+    if owner.with_copy is None or (owner.copied and owner.copy.final) or not meta.plain or meta.offset:
+        return False
+    byte_count = bytes_needed(meta)
+    return (
+        0 < byte_count <= _MOST_READ_AHEAD
+        and meta.stride == contiguous_stride(meta.size)
+        and memory_of(owner).byte_count == byte_count
+        and handle.meta.dtype in _READERS
+    )
+
+
+def know_element(handle: Handle, owner: Handle) -> None:
+    """Let a number be known that was just taken of a storage whose bytes are, so that results of it are, too.
+
+    Numbers of floating point only if one of that storage was asked for: they are computed with, as a rule, not read.
+
+    Args:
+        handle: the number's.
+        owner: that of the tensor that first had the storage, with `copied` set.
+    """
+    copy, recorder, meta = owner.copy, handle.device.recorder, handle.meta
+    if (
+        copy.values is not None
+        and type(recorder) is Recorder
+        and copy.epoch == recorder.hidden_writes
+        and meta.dtype in _READERS
+        and (copy.asked or not meta.dtype.is_floating_point)
+    ):
+        known = KnownMeta(meta, partial(_tensor_of, copy.values, meta), recorder)
+        known.copy = copy
+        handle.meta = known
+
+
+def _tensor_of(values: bytes, meta: Meta) -> torch.Tensor:
+    number = _read(values, meta)
+    if number is None:
+        raise RuntimeError("a number lies beyond its storage")
+    return torch.tensor(number, dtype=meta.dtype, device="cpu")
+
+
+__all__ = [
+    "escape",
+    "forget_copy",
+    "forget_uploads",
+    "forget_written",
+    "keep",
+    "know_element",
+    "number_of",
+    "readable",
+]
