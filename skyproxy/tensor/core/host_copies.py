@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections import deque
+from ctypes import string_at
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -152,6 +153,29 @@ def number_of(handle: Handle) -> bool | int | float | None:
     return _read(values, handle.meta)
 
 
+def values_of(handle: Handle) -> torch.Tensor | None:
+    """Return a copy on the CPU of a tensor in a storage whose bytes are known."""
+    found, meta = _current(handle), handle.meta
+    if found is None or not meta.plain or meta.dtype not in _READERS:
+        return None
+    if not 0 < bytes_needed(meta) <= len(found[1]):
+        return None
+    count = len(found[1]) // meta.dtype.itemsize
+    whole = torch.frombuffer(bytearray(found[1]), dtype=meta.dtype, count=count)
+    return whole.as_strided(meta.size, meta.stride, meta.offset)
+
+
+def keep_values(handle: Handle, values: torch.Tensor) -> None:
+    """Remember the values of a tensor that has a storage of its own, and begins it.
+
+    Args:
+        handle: the tensor's.
+        values: an equal tensor on the CPU.
+    """
+    if values.nbytes and values.dtype is handle.meta.dtype and tuple(values.shape) == handle.meta.size:
+        keep(handle, string_at(values.contiguous().data_ptr(), values.nbytes), asked=True)
+
+
 def _note_ask(copy: HostCopy) -> None:
     _count(copy, _asked)  # first, because `forget_uploads` leaves what was asked for to who looks there
     copy.asked = True
@@ -227,7 +251,9 @@ __all__ = [
     "forget_uploads",
     "forget_written",
     "keep",
+    "keep_values",
     "know_element",
     "number_of",
     "readable",
+    "values_of",
 ]

@@ -13,11 +13,12 @@ import torch
 
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.recorder import Recorder
-from skyproxy.tensor.core.host_copies import escape, forget_uploads, forget_written
+from skyproxy.tensor.core.host_copies import escape, forget_uploads, forget_written, keep_values, values_of
 from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
+from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
-from skyproxy.tensor.dispatch.entries import written_tensors
+from skyproxy.tensor.dispatch.entries import Entry, written_tensors
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
@@ -35,6 +36,7 @@ _EXACT_ON_CPUS = frozenset(
         "aten::sqrt",
     }
 )
+_COMPARISONS = ("aten::eq.", "aten::ne.", "aten::lt.", "aten::le.", "aten::gt.", "aten::ge.")
 _MOST_UNASKED = 16
 _UNASKED_BY_CHANGE = 4
 """Uses of a value that nobody asks for, before it is forgotten, and what a change counts: some counters
@@ -57,7 +59,11 @@ def follow(call: BoundCall, record: Callable[[], object]) -> object:
     before = recorder.ops
     result = record()
     known = {id(handle): value for handle, _, value in call.known}
-    if len(known) != len({id(tensor._sky) for tensor in call.tensors}):
+    if not all(id(tensor._sky) in known for tensor in call.tensors):
+        if call.info.name.startswith(_COMPARISONS):
+            _compare(call, known, result)
+            if recorder.ops != before + 1 and type(result) is RemoteTensor:
+                forget_written([result._sky])
         return result
     unasked = (_UNASKED_BY_CHANGE if call.info.writes else 1) + max(
         (meta.unasked for _, meta, _ in call.known), default=0
@@ -98,6 +104,29 @@ def follow(call: BoundCall, record: Callable[[], object]) -> object:
     return result
 
 
+def _compare(call: BoundCall, known: dict[int, torch.Tensor], result: object) -> None:
+    """Know the bytes of a comparison with a known number, such as `timesteps == t`, if those of the other side are."""
+    for tensor in call.tensors:
+        if id(tensor._sky) not in known:
+            values = values_of(tensor._sky)
+            if values is None:
+                return
+            known[id(tensor._sky)] = values
+    if type(result) is RemoteTensor and result._sky.root is None and result.is_contiguous():
+        keep_values(result._sky, _compute(call, known)[0])
+
+
+def nonzero(call: BoundCall) -> tuple[Meta, torch.Tensor] | None:
+    """Where a tensor is not zero, if its bytes are known here: how that looks, and the positions."""
+    if call.info.name != "aten::nonzero" or _modes() or _transforms() is not None:
+        return None
+    values = values_of(call.tensors[0]._sky)
+    if values is None:
+        return None
+    positions = values.nonzero()
+    return plain_meta(tuple(positions.shape), torch.int64), positions
+
+
 def forget_written_by(call: BoundCall) -> None:
     """Forget what is known here of the bytes that a call changes."""
     handles = [tensor._sky for tensor in call.tensors]
@@ -123,6 +152,12 @@ def lend_memory(call: BoundCall) -> None:
     """Note that a result may lie in its arguments' memory, which it does not name: sparse and nested tensors may."""
     for tensor in call.tensors:
         escape(tensor._sky)
+
+
+def makes_a_number(call: BoundCall, entry: Entry) -> bool:
+    """Return whether a call makes a tensor without dimensions of numbers alone."""
+    made = entry.outputs[0].meta if not call.tensors and entry.outputs else None
+    return made is not None and not made.size
 
 
 def know_filled(handle: Handle, info: OpInfo, args: tuple[object, ...]) -> None:

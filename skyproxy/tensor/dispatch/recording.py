@@ -127,6 +127,9 @@ def run(call: BoundCall) -> Any:
                 return _run_in_parts(call, len(entry.made) + len(call.tensors))
             device.recorder.flush()  # no two of these in one batch
         if entry is None:
+            positions = known_results.nonzero(call)
+            if positions is not None:
+                return _finish_known(call, *positions)
             # What is written may be resized by values that no fake tensor has.
             return ask(call, key if call.info.asks_worker_for_shape and not call.info.writes else None)
         if _depends_on_kind(call):
@@ -139,7 +142,7 @@ def run(call: BoundCall) -> Any:
         # Sent each time: even if the op fails, the worker learns what the tensors look like from now on.
         expected = True
         call = _unalias(call, [position for position, _ in entry.changed])
-    if call.info.followed and (call.known or _makes_a_number(call, entry)):
+    if call.info.followed and (call.known or known_results.makes_a_number(call, entry)):
         settled, followed = entry, call
         return known_results.follow(followed, lambda: _finish(followed, settled, expected))
     return _finish(call, entry, expected)
@@ -175,6 +178,17 @@ def record_as(call: BoundCall, looks: Sequence[Meta | None]) -> list[RemoteTenso
     entry.number = _signature(call, entry)
     results = _finish(call, entry, expected=False)
     return list(results) if len(looks) > 1 else [results]
+
+
+def _finish_known(call: BoundCall, look: Meta, values: torch.Tensor) -> RemoteTensor:
+    """Record a call whose result was computed here; the worker checks how it looks."""
+    before = call.device.recorder.ops
+    entry = Entry([Output(look)]).settle(call)
+    entry.number = _signature(call, entry)
+    result: RemoteTensor = _finish(call, entry, expected=True)
+    if call.device.recorder.ops == before + 1:  # else another thread may have changed it meanwhile
+        host_copies.keep_values(result._sky, values)
+    return result
 
 
 def learn(
@@ -250,11 +264,6 @@ def _unalias(call: BoundCall, positions: list[int]) -> BoundCall:
     for tensor in shared:
         tensor._sky = run(BoundCall(info_of(torch.ops.aten.alias.default), (tensor,), {}))._sky
     return BoundCall(call.info, call.args, call.kwargs) if shared else call
-
-
-def _makes_a_number(call: BoundCall, entry: Entry) -> bool:
-    made = entry.outputs[0].meta if not call.tensors and entry.outputs else None
-    return made is not None and not made.size
 
 
 def _signature(call: BoundCall, entry: Entry) -> int:

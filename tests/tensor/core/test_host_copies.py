@@ -74,6 +74,25 @@ def test_what_is_computed_of_elements_is_known(sky: str) -> None:
     assert trips() == before
 
 
+def test_where_a_number_stands_in_a_tensor_is_known(sky: str) -> None:
+    steps = torch.arange(980, -1, -20)
+    there = steps.to(sky)
+    before = trips()
+    for t, twin in zip(there, steps, strict=True):
+        index = (there == t).nonzero(as_tuple=True)[0][0]
+        expected = (steps == twin).nonzero(as_tuple=True)[0][0]
+        assert index.item() == expected.item()
+        if index < 49:
+            assert int(there[index + 1]) == int(steps[expected + 1])
+        found = (t <= there).nonzero()
+        assert found.shape == (twin <= steps).nonzero().shape
+    assert trips() == before
+    assert torch.equal(found.cpu(), (twin <= steps).nonzero())
+    there[3] = 7
+    assert (there == there[4]).nonzero().tolist() == [[4]]
+    assert there.nonzero().shape == (49, 1)
+
+
 def test_large_tensors_are_not_kept(sky: str) -> None:
     there = torch.arange(5000).to(sky)
     assert int(there[7]) == 7
