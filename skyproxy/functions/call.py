@@ -281,6 +281,7 @@ class Call:
             self._channel.post(self.cancel)
 
     def _item(self, came: ReceivedEvent) -> Any:
+        self._channel.session.recorder.hidden_writes += 1  # it has written until now
         try:
             value = self._value_of(came)
         except UntrustedResultError:
@@ -297,6 +298,7 @@ class Call:
         self._channel.ack(self, 0, came.number)
 
     def _final_value(self, came: ReceivedEvent) -> Any:
+        self._channel.session.recorder.hidden_writes += 1  # it has written until now
         if came.kind == _CANCELLED:
             raise concurrent.futures.CancelledError
         try:

@@ -32,6 +32,7 @@ from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.payloads.tensors import REFERENCE, Row, as_leaf
 from skyproxy.protocol import answers
 from skyproxy.session.session import Session
+from skyproxy.tensor.core import host_copies
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.memory import Memory, memory_of
 from skyproxy.tensor.core.metadata import intern_meta
@@ -157,6 +158,11 @@ class NodeNames:
         numbers = self._session.call("put_named", name, document, [tensor._sky.slot for tensor in tensors])
         if len(numbers) != len(tensors):
             raise ProtocolError(f"the worker keeps {len(numbers)} tensors under {name!r} in place of {len(tensors)}")
+        self._note(numbers, tensors)
+
+    def _note(self, numbers: Sequence[int], tensors: Sequence[Any]) -> None:
+        for tensor in tensors:
+            host_copies.escape(tensor._sky)  # other sessions may write to it
         self._known.note(numbers, tensors)
 
     def _pickle_value(self, name: str, value: object) -> Pickled:
@@ -280,7 +286,7 @@ class NodeNames:
             raise ProtocolError(f"what the worker sent for {name!r} is impossible: {error!r:.200}") from error
         if not self._session.call("adopt_named", name, version, slots):
             raise UnknownNameError(f"the value under {name!r} was replaced while it was being read. Try again.")
-        self._known.note([row[0] for row in rows], tensors)
+        self._note([row[0] for row in rows], tensors)
         return tensors
 
     def named(self) -> dict[str, NamedValue]:

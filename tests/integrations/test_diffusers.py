@@ -245,3 +245,19 @@ def test_a_unet_trains_as_on_the_cpu(batch: int, sky1: str) -> None:
     assert results[0][0] == results[1][0]
     for name, expected in results[0][1].items():
         assert torch.equal(results[1][1][name], expected), name
+
+
+SCHEDULERS = {"DDPM": 0, "DDIM": 0, "DDIMInverse": 0, "PNDM": 0, "EulerDiscrete": 2, "HeunDiscrete": 2, "LCM": 2}
+"""Round trips of ten steps together: some look up once where they begin."""
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_wait_for_no_time_step(name: str, sky: str) -> None:
+    scheduler = getattr(diffusers, f"{name}Scheduler")()
+    scheduler.set_timesteps(10, device=sky)
+    x = torch.ones(1, 3, 4, 4, device=sky)
+    before = torch.sky.stats()["round_trips"]
+    for t in scheduler.timesteps:
+        output = scheduler.scale_model_input(x, t) * 0.1 + t.expand(1, 1, 1, 1) * 0
+        x = scheduler.step(output, t, x).prev_sample
+    assert torch.sky.stats()["round_trips"] - before <= SCHEDULERS[name]

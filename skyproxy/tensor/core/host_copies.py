@@ -22,9 +22,9 @@ import torch
 
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.addresses import HostCopy
-from skyproxy.tensor.core.known_values import KnownMeta
+from skyproxy.tensor.core.known_values import KnownMeta, forget
 from skyproxy.tensor.core.memory import bytes_needed, memory_of
-from skyproxy.torch_codec import contiguous_stride
+from skyproxy.torch_codec import contiguous_stride, is_dense
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -127,6 +127,7 @@ def escape(handle: Handle) -> None:
     owner = handle.root or handle
     if owner.copied:
         forget_copy(owner)
+    forget(owner)
     if owner.with_copy is not None:
         owner.copy = _ESCAPED
         owner.__class__ = owner.with_copy
@@ -166,14 +167,16 @@ def values_of(handle: Handle) -> torch.Tensor | None:
 
 
 def keep_values(handle: Handle, values: torch.Tensor) -> None:
-    """Remember the values of a tensor that has a storage of its own, and begins it.
+    """Remember the values of a tensor that has a storage of its own, and begins it, if it has no gaps.
 
     Args:
         handle: the tensor's.
         values: an equal tensor on the CPU.
     """
-    if values.nbytes and values.dtype is handle.meta.dtype and tuple(values.shape) == handle.meta.size:
-        keep(handle, string_at(values.contiguous().data_ptr(), values.nbytes), asked=True)
+    meta = handle.meta
+    alike = values.dtype is meta.dtype and tuple(values.shape) == meta.size and values.stride() == meta.stride
+    if alike and values.nbytes and is_dense(meta.size, meta.stride):
+        keep(handle, string_at(values.data_ptr(), values.nbytes), asked=True)
 
 
 def _note_ask(copy: HostCopy) -> None:

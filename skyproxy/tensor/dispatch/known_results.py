@@ -15,7 +15,6 @@ from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.host_copies import escape, forget_uploads, forget_written, keep_values, values_of
 from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
-from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 from skyproxy.tensor.dispatch.entries import Entry, written_tensors
@@ -116,15 +115,12 @@ def _compare(call: BoundCall, known: dict[int, torch.Tensor], result: object) ->
         keep_values(result._sky, _compute(call, known)[0])
 
 
-def nonzero(call: BoundCall) -> tuple[Meta, torch.Tensor] | None:
-    """Where a tensor is not zero, if its bytes are known here: how that looks, and the positions."""
-    if call.info.name != "aten::nonzero" or _modes() or _transforms() is not None:
+def nonzero(call: BoundCall) -> torch.Tensor | None:
+    """Return the positions at which a tensor is not zero, if its bytes are known here. Elsewhere they lie otherwise."""
+    if call.info.name != "aten::nonzero" or call.device.place[0] != "cpu" or _modes() or _transforms() is not None:
         return None
     values = values_of(call.tensors[0]._sky)
-    if values is None:
-        return None
-    positions = values.nonzero()
-    return plain_meta(tuple(positions.shape), torch.int64), positions
+    return values.nonzero() if values is not None else None
 
 
 def forget_written_by(call: BoundCall) -> None:

@@ -255,6 +255,23 @@ def test_what_writes_to_a_storage_is_noticed(write: str, source: str, sky: str) 
     assert x.cpu()[:kept].tolist() == [7] * kept
 
 
+def test_what_a_function_writes_while_it_runs_is_noticed(sky: str) -> None:
+    x = torch.arange(6.0).to(sky)
+    total = torch.tensor(3.0).to(sky)
+
+    def fill_late(x: torch.Tensor, total: torch.Tensor) -> None:
+        import time
+
+        time.sleep(0.3)
+        x.fill_(7)
+        total.fill_(7)
+
+    call = next(node for node in skyproxy.list_nodes() if node.alive).submit(fill_late, x, total)
+    x[0].item(), total.item()
+    call.result()
+    assert (x[0].item(), x[5].item(), total.item()) == (7, 7, 7)
+
+
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
