@@ -281,7 +281,6 @@ class Call:
             self._channel.post(self.cancel)
 
     def _item(self, came: ReceivedEvent) -> Any:
-        self._channel.session.recorder.hidden_writes += 1  # it has written until now
         try:
             value = self._value_of(came)
         except UntrustedResultError:
@@ -298,7 +297,6 @@ class Call:
         self._channel.ack(self, 0, came.number)
 
     def _final_value(self, came: ReceivedEvent) -> Any:
-        self._channel.session.recorder.hidden_writes += 1  # it has written until now
         if came.kind == _CANCELLED:
             raise concurrent.futures.CancelledError
         try:
@@ -318,6 +316,8 @@ class Call:
         """Takes note of an event: on the delivering thread, or on the reading one where nothing waits for that."""
         if came.kind in ("result", "error") and not self._conclusion.acquire(blocking=False):
             return
+        if came.kind in ("item", "result", "error"):
+            self._channel.session.recorder.hidden_writes += 1  # the function wrote until now
         if came.kind in ("started", "result", "error"):
             self._has_begun = True
             if self._on_begin:
