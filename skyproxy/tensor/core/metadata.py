@@ -6,6 +6,7 @@ import math
 import weakref
 from _weakref import _remove_dead_weakref  # type: ignore[attr-defined]  # removes it only if it is dead, in one step
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,17 @@ from skyproxy.torch_codec import Description
 Key = tuple[object, ...]
 _MOST_BYTES = (1 << 63) - 1
 """Bytes that PyTorch's numbers can count."""
+
+
+def check_extent(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse strides that no memory has, of a tensor that is to have a memory of its own.
+
+    Raises:
+        RuntimeError: they are negative, or the memory would be too large; in PyTorch's words.
+    """
+    backwards = 0 not in size and any(n > 1 and s < 0 for n, s in zip(size, stride, strict=True))
+    if backwards or torch_codec.storage_extent(size, stride) * dtype.itemsize > _MOST_BYTES:
+        raise RuntimeError(f"Storage size calculation overflowed with sizes={list(size)} and strides={list(stride)}")
 
 
 class Meta:

@@ -67,9 +67,12 @@ def _parts_of(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: 
     return func.decompose(*args, **kwargs)
 
 
-@implements("aten::_assert_tensor_metadata", "aten::_print", "aten::_assert_scalar")
+@implements("aten::_assert_tensor_metadata", "aten::_print", "aten::_assert_scalar", "aten::resize", "aten::resize_as")
 def _run_here(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """PyTorch's own kernel, which is made of ops that come back to us, or needs no values at all."""
+    """PyTorch's own kernel, which is made of ops that come back to us, or needs no values at all.
+
+    `torch.func.functionalize` makes `resize` of `resize_`: a copy that is changed in place.
+    """
     return func._op_dk(_COMPOSITE_EXPLICIT, *args, **kwargs)
 
 
@@ -344,6 +347,20 @@ _COMPOSITES["_sparse_coo_tensor_unsafe"] = _sparse_coo(aten._sparse_coo_tensor_u
 
 def _as_special(function: Callable[..., object]) -> Special:
     return lambda info, func, args, kwargs: function(*args, **kwargs)
+
+
+_plain_unbind_copy = plain_op(aten.unbind_copy.int_out)
+
+
+@implements("aten::unbind_copy.int_out")
+def _unbind_copy(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """PyTorch refuses in its kernel, where autograd would not, that results are written where gradients are wanted."""
+    if torch.is_grad_enabled() and any(filled.requires_grad for filled in kwargs["out"]):
+        raise RuntimeError(
+            "unbind_copy(): functions with out=... arguments don't support automatic differentiation, "
+            "but one of the arguments requires grad."
+        )
+    return dispatch_remote(None, _plain_unbind_copy, None, args, kwargs)
 
 
 _plain_empty_strided = plain_op(aten.new_empty_strided.default)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.core.metadata import Meta, check_extent, plain_meta
 from skyproxy.tensor.shapes.elementwise import broadcast_sizes, elementwise, preserved_stride
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RULES, RuleResult, in_format, row_major, rule
 
@@ -251,9 +251,11 @@ def _empty_strided(
     size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **options: object
 ) -> RuleResult:
     found = _fill(size, dtype=dtype, **options)
-    fits = found is not None and len(size) == len(stride) and all(type(n) is int and n >= 0 for n in stride)
+    if found is None or len(size) != len(stride) or not all(type(n) is int for n in stride):
+        return None
     chosen = torch.get_default_dtype() if dtype is None else dtype
-    return [(plain_meta(tuple(size), chosen, tuple(stride)), None)] if fits else None
+    check_extent(size, stride, chosen)
+    return [(plain_meta(tuple(size), chosen, tuple(stride)), None)] if min(stride, default=0) >= 0 else None
 
 
 @rule("full")

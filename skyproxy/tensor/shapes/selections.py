@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.core.metadata import Meta, check_extent, plain_meta
 from skyproxy.tensor.shapes.elementwise import broadcast_sizes
 from skyproxy.tensor.shapes.in_place import RULES
 from skyproxy.tensor.shapes.kernel_strides import in_kernel_order, indexed_stride
@@ -462,9 +462,11 @@ def _new_strided(
     x: Meta, size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **options: object
 ) -> RuleResult:
     found = _new(x, size, dtype=dtype, **options)
-    if found is None or not are_integers(stride) or len(stride) != len(size) or min(stride, default=0) < 0:
+    if found is None or not are_integers(stride) or len(stride) != len(size):
         return None
-    return [(plain_meta(tuple(size), x.dtype if dtype is None else dtype, tuple(stride)), None)]
+    chosen = x.dtype if dtype is None else dtype
+    check_extent(size, stride, chosen)
+    return [(plain_meta(tuple(size), chosen, tuple(stride)), None)] if min(stride, default=0) >= 0 else None
 
 
 @rule("index_add index_copy")

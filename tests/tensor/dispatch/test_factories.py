@@ -175,3 +175,25 @@ def test_only_tensors_of_the_cpu_can_be_pinned(make: Callable[[torch.Tensor], to
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^Only dense CPU tensors can be pinned$"):
             make(x)
+
+
+@pytest.mark.parametrize(("size", "stride"), [((2, 2), (2**62, 2**62)), ((3,), (2**62,)), ((2, 3), (1, -1))])
+@pytest.mark.parametrize("like", [False, True])
+def test_strides_that_no_memory_has_are_refused_at_the_call(
+    size: tuple[int, ...], stride: tuple[int, ...], like: bool, sky1: str
+) -> None:
+    messages = []
+    for device in ("cpu", sky1):
+        make = torch.ones(1, device=device).new_empty_strided if like else torch.empty_strided
+        with pytest.raises(RuntimeError, match="Storage size calculation overflowed") as caught:
+            make(size, stride, device=device)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(("size", "stride"), [((0, 3), (2**62, -1)), ((1,), (-1,)), ((1, 2), (2**62, 1))])
+def test_strides_of_what_has_no_second_element_may_be_any(
+    size: tuple[int, ...], stride: tuple[int, ...], sky1: str
+) -> None:
+    local, remote = (torch.empty_strided(size, stride, device=device) for device in ("cpu", sky1))
+    assert remote.stride() == local.stride()

@@ -248,3 +248,17 @@ def test_indices_of_several_matrices_are_expanded_as_here(sky1: str) -> None:
     columns = torch.arange(18).reshape(3, 2, 3)
     expected = torch._convert_indices_from_csr_to_coo(pointers, columns)
     assert torch.equal(torch._convert_indices_from_csr_to_coo(pointers.to(sky1), columns.to(sky1)).cpu(), expected)
+
+
+def test_copies_of_parts_are_not_written_where_gradients_are_wanted(sky1: str) -> None:
+    messages = []
+    for device in ("cpu", sky1):
+        x = torch.ones(2, 3, device=device)
+        parts = [torch.zeros(3, device=device, requires_grad=True) for _ in x]
+        with pytest.raises(RuntimeError, match="don't support automatic differentiation") as caught:
+            torch.unbind_copy(x, out=parts)
+        messages.append(str(caught.value))
+        with torch.no_grad():
+            torch.unbind_copy(x, out=parts)
+        assert [part.tolist() for part in parts] == [[1.0] * 3] * 2
+    assert messages[0] == messages[1]

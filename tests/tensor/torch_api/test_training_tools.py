@@ -271,3 +271,19 @@ def test_a_trace_runs_on_the_worker(sky1: str) -> None:
     result = traced(torch.ones(3, device=sky1))
     assert result.device == torch.device(sky1)
     assert result.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("as_another", [False, True])
+def test_what_grows_in_place_is_functionalized(as_another: bool, sky1: str) -> None:
+    def program(x: torch.Tensor, larger: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        if as_another:
+            y.resize_as_(larger)
+        else:
+            y.resize_(larger.shape)
+        y[0] = 2
+        return y.fill_(3) + larger
+
+    for device in ("cpu", sky1):
+        found = torch.func.functionalize(program)(torch.ones(3, device=device), torch.ones(2, 3, device=device))
+        assert found.tolist() == [[4.0] * 3] * 2
