@@ -62,7 +62,7 @@ def dispatch_zeros(
         return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
     if func in _PRODUCTS:
         product: Any = dispatch_remote(cls, func, types, tuple(map(_as_ordinary, args)))
-        return torch._efficientzerotensor(product.shape, dtype=product.dtype, device=product.device)
+        return torch.ops.aten._efficientzerotensor.default(product.shape, dtype=product.dtype, device=product.device)
     zeros = args[0] if type(args[0]) is RemoteZeros else None
     if zeros is not None and func is torch.ops.aten.copy_.default:
         raise RuntimeError(_IMMUTABLE)
