@@ -36,6 +36,7 @@ def explain_missing_names() -> Iterator[None]:
 
 
 with explain_missing_names():
+    from torch._library import simple_registry as rule_registry
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._prims_common.wrappers import _maybe_resize_out as maybe_resize_out
     from torch._prims_common.wrappers import _safe_copy_out as safe_copy_out
@@ -156,6 +157,7 @@ __all__ = [
     "maybe_resize_out",
     "mkldnn_enabled",
     "pytree",
+    "rule_registry",
     "safe_copy_out",
     "set_conjugate",
     "set_negative",

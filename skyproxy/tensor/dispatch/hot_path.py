@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyproxy import patching
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.host_copies import forget_copy, know_element
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
-from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
+from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass, rule_registry
 from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists
@@ -273,6 +275,31 @@ def dispatch_remote(
     return result
 
 
+def find_rule(op: Any, tensor_class: type) -> object:
+    """PyTorch's `find_torch_dispatch_rule`, which C++ asks before each operation on a tensor of a class in Python.
+
+    The op itself keeps the table of its rules, which PyTorch looks up by name each time: 0.1 us of 2.7 to 4.4.
+    """
+    try:
+        rules = op._sky_rules
+    except AttributeError:
+        rules = op._sky_rules = rule_registry.singleton.find(op.__qualname__).torch_dispatch_rules._data
+    return rules.get(tensor_class) if rules else None
+
+
+def _install_rule_search() -> None:
+    if not patching.is_replaced(rule_registry, "find_torch_dispatch_rule"):
+        patching.replace(
+            rule_registry,
+            "find_torch_dispatch_rule",
+            find_rule,
+            why="C++ asks before each operation for a rule of its op and class, whose table the op itself keeps here",
+            test="tests/tensor/dispatch/test_hot_path.py::test_a_rule_that_somebody_registered_is_found",
+            when=patching.When.FIRST_DEVICE,
+        )
+
+
 def install() -> None:
     """Makes remote tensors dispatch through here."""
     RemoteTensor.__torch_dispatch__ = classmethod(dispatch_remote)  # type: ignore[method-assign,assignment]
+    DEVICES.before_new[_install_rule_search] = None

@@ -12,6 +12,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from skyproxy.errors import LimitExceededError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import rule_registry
 from skyproxy.tensor.dispatch import hot_path, recording
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import info_of
@@ -174,6 +175,31 @@ def test_views_of_a_long_tensor_are_divided_among_operations(sky: str, monkeypat
     with pytest.raises(LimitExceededError, match="at most 40"):
         torch.stack([torch.ones(2, device=sky)] * 41)
     assert torch.ones(2, device=sky).sum().item() == 2
+
+
+def test_a_rule_that_somebody_registered_is_found(sky: str) -> None:
+    find = rule_registry.find_torch_dispatch_rule
+    assert find is hot_path.find_rule
+    asked: list[Any] = []
+
+    def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked.append(func)
+        return hot_path.dispatch_remote(RemoteTensor, func, types, args, kwargs)
+
+    sin = torch.ops.aten.sin.default
+    assert find(sin, RemoteTensor) is None
+    registration = rule_registry.singleton.find("aten::sin").torch_dispatch_rules.register(RemoteTensor, rule)
+    try:
+        assert find(sin, RemoteTensor) is rule
+        assert find(sin, torch.Tensor) is None
+        x = torch.ones(3, device=sky)
+        assert torch.equal(x.sin().cpu(), torch.ones(3).sin())
+        assert asked == [sin]
+    finally:
+        registration.destroy()
+    assert find(sin, RemoteTensor) is None
+    x.sin()
+    assert asked == [sin]
 
 
 @pytest.mark.slow
