@@ -393,6 +393,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
         getattr(x, "component_sizes", None) == getattr(other, "component_sizes", None)
     ),
     "aten::is_contiguous": lambda x: x.is_contiguous(),
+    "aten::is_pinned": lambda x, device=None: False,
     "aten::size.int": lambda x, dim: x.size(dim),
     "aten::numel": lambda x: x.numel(),
 }

@@ -107,6 +107,7 @@ CASES: dict[str, Compute] = {
     "saved and loaded": lambda x, p: saved(x),
     "in inference mode": lambda x, p: torch.inference_mode()(lambda: F.linear(make(x.layout, p), weight(p, 6, 8)))(),
     "what it is": lambda x, p: [x.is_nested, x.layout, x.dim(), x.numel(), x.size(0), x.size(-1), x.is_contiguous()],
+    "whether it is pinned": lambda x, p: [x.is_pinned()],
     "what a view is": lambda x, p: [x.transpose(1, 2).is_contiguous(), x.transpose(1, 2).size(1)],
 }
 
