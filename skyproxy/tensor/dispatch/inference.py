@@ -155,6 +155,11 @@ def _looks(args: tuple[object, ...]) -> list[object]:
     return [_look(a) for a in args]
 
 
+def looks_of(call: BoundCall) -> tuple[list[object], dict[str, object]]:
+    """Return the arguments of a call, and those by name, with looks in the place of remote tensors."""
+    return _looks(call.args), {name: _look(a) for name, a in call.kwargs.items()}
+
+
 def _look(a: object) -> object:
     if type(a) is RemoteTensor:
         return a._sky.meta
@@ -329,4 +334,4 @@ def _describe_fake(item: torch.Tensor, storages: dict[int, int]) -> tuple[Meta, 
     return meta_of(item), storages.get(item.untyped_storage()._cdata)
 
 
-__all__ = ["infer", "intern_meta"]
+__all__ = ["infer", "intern_meta", "looks_of"]

@@ -151,6 +151,37 @@ _FOLLOWED = frozenset("aten::" + name for name in (*_FOLLOWED_IN_PLACE.split(), 
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _has_kernel = has_kernel
 
+_TAKE_WHOLE_NUMBERS = (
+    "aten::__",
+    "aten::bitwise_",
+    "aten::gather",
+    "aten::gcd",
+    "aten::index",
+    "aten::lcm",
+    "aten::nll_loss",
+    "aten::scatter",
+    "aten::take",
+)
+"""Names of what takes positions or bits: to these, floating point may be the mistake."""
+_NOT_TRIED_WORDS = (
+    *("_ctc", "attention", "backward", "bag", "grouped", "gru", "int4", "int8", "jagged", "lstm", "mkldnn", "nested"),
+    *("pack", "quant", "rnn", "segment", "sparse", "unpool", "validate"),
+)
+_NOT_TRIED = (
+    "aten::_embedding",
+    "aten::_foreach_",
+    "aten::_fused",
+    "aten::_scaled",
+    "aten::_sparse",
+    "aten::_thnn",
+    "aten::copy",
+    "aten::empty",
+    "aten::_to_copy",
+    "aten::resize",
+    "aten::set_",
+)
+"""What takes any dtype, or whose kernels read where the values say, of which there are none here."""
+
 Special = Callable[..., object]
 SPECIALS: dict[str, Special] = {}
 """Ops that are not simply recorded, by name; `special_ops` and its neighbours fill it."""
@@ -192,6 +223,9 @@ class OpInfo:
         takes_one_dtype: kernels refuse operands of several dtypes.
         asks_cuda_for_shape: the same for workers with CUDA only.
         columns: whether its results for each place of its lists look as if that place came alone.
+        is_pointwise: whether it computes each element for itself.
+        is_tried: whether its kernel may run here, to see whether it takes some dtypes, see `kernel_trials`.
+        takes_whole_numbers: whether it takes positions or bits, so that floating point may be a mistake.
         is_matmul: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
         followed: whether its result is known where its operands are, see `known_results`.
         is_view: whether its results are views of its arguments, which ATen's own kernels make of meta tensors: fake
@@ -211,6 +245,8 @@ class OpInfo:
         "for_each",
         "func",
         "is_matmul",
+        "is_pointwise",
+        "is_tried",
         "is_view",
         "keyword_kinds",
         "kinds",
@@ -224,6 +260,7 @@ class OpInfo:
         "synchronizes",
         "takes_meta",
         "takes_one_dtype",
+        "takes_whole_numbers",
         "writes",
     )
 
@@ -279,6 +316,9 @@ class OpInfo:
         self.creates = self.returns == (None,) and not takes_tensors and "device" in self.names
         self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
         self.is_matmul = self.name in ("aten::linear", "aten::matmul")
+        self.is_pointwise = torch.Tag.pointwise in func.tags
+        self.is_tried = _may_be_tried(self.name, func) and GENERATOR not in self.kinds
+        self.takes_whole_numbers = self.name.startswith(_TAKE_WHOLE_NUMBERS) or "shift" in self.name
         self.followed = self.name in _FOLLOWED
         self.rule = None if self.asks_worker_for_shape else RULES.get(self.name)
         self.special = SPECIALS.get(self.name)
@@ -332,6 +372,17 @@ def is_decomposed(name: str) -> bool:
     takes those whole, because it may have the kernel (`silu_backward`).
     """
     return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
+
+
+def _may_be_tried(name: str, func: OpOverload) -> bool:
+    """Return whether the kernel of an op may run here, for no other effect than its error."""
+    return (
+        name.startswith("aten::")
+        and not name.startswith(_NOT_TRIED)
+        and not func.is_view
+        and torch.Tag.nondeterministic_seeded not in func.tags
+        and not any(word in name for word in _NOT_TRIED_WORDS)
+    )
 
 
 def _depends_on_values(func: OpOverload) -> bool:

@@ -28,6 +28,7 @@ from skyproxy.tensor.dispatch import inference, known_results
 from skyproxy.tensor.dispatch.binding import BoundCall, refuse_to_pin, template_of
 from skyproxy.tensor.dispatch.capture import check_reshaped
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
+from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across_devices
 from skyproxy.tensor.dispatch.op_info import TENSORS, OpInfo, info_of
 
@@ -132,7 +133,7 @@ def run(call: BoundCall) -> Any:
                 return _finish_known(call, positions)
             # What is written may be resized by values that no fake tensor has.
             return ask(call, key if call.info.asks_worker_for_shape and not call.info.writes else None)
-        if _depends_on_kind(call):
+        if _depends_on_kind(call) or not takes_dtypes(call.info, *inference.looks_of(call), entry.made):
             return ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)
@@ -238,6 +239,8 @@ def learn(
     if found is None:
         return None
     entry = Entry.of_rule(found)
+    if not takes_dtypes(info, looks, named, entry.made):
+        return None
     if not entry.simple:
         if len(entry.made) > _MANY_TENSORS or not (entry.several or entry.nothing or entry.listed is not None):
             return None

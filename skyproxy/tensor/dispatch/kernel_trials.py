@@ -1,0 +1,99 @@
+"""Whether PyTorch's kernels take the dtypes of a call: tried here once, on tensors of the CPU that hold nothing.
+
+Shape rules and kernels without values let much pass that kernels refuse: a mean of integers, an index of floating
+point, bits of a fraction. The worker would refuse it later than at its line. So where that may be, the kernel runs here
+the first time that an operation comes with such dtypes; where it raises, the worker is asked, whose error comes at the
+line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyproxy.interrupts import raised_by_handler
+from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.core.torch_private import DisableTorchFunction, count_dispatch_modes, function_transform_level
+
+if TYPE_CHECKING:
+    from skyproxy.tensor.dispatch.op_info import OpInfo
+
+_MOST_ELEMENTS = 1 << 12
+"""Operands of more elements are not tried; elementwise operations are, on smaller ones."""
+_MOST_KINDS = 4096
+_tried: dict[tuple[object, ...], bool] = {}
+
+
+def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], made: Sequence[Meta]) -> bool:
+    """Return whether a kernel takes the dtypes of a call, or that was not tried.
+
+    Args:
+        info: the operation.
+        args: its arguments, with looks in the place of tensors.
+        kwargs: the same by name.
+        made: how its results look, as far as they are tensors.
+    """
+    if not info.is_tried:
+        return True
+    looks = [*_looks((*args, *kwargs.values()))]
+    if not looks:
+        return True
+    if not info.takes_whole_numbers and all(look.dtype.is_floating_point for look in looks):
+        return True
+    key = (info, *((look.dtype, not look.size) for look in looks), *map(type, args), *kwargs)
+    found = _tried.get(key)
+    if found is None:
+        is_small = all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
+        if any(look.dtype is torch.complex32 for look in looks):  # which warns
+            return True
+        if not (is_small or info.is_pointwise) or not all(look.plain for look in looks):
+            return True
+        if count_dispatch_modes() or function_transform_level() is not None:
+            return True
+        if len(_tried) >= _MOST_KINDS:
+            _tried.clear()
+        found = _tried[key] = any(_runs(info, args, kwargs, value, is_small) for value in (0, 1))  # none divides by 0
+    return found
+
+
+def _looks(items: Iterable[object]) -> Iterable[Meta]:
+    for a in items:
+        if isinstance(a, Meta):
+            yield a
+        elif type(a) in (list, tuple):
+            yield from _looks(a)  # type: ignore[arg-type]
+
+
+def _count(look: Meta) -> int:
+    count = 1
+    for size in look.size:
+        count *= size
+    return count
+
+
+def _runs(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], value: int, is_small: bool) -> bool:
+    """Return whether the kernel takes tensors that look so, of one value; large ones in a small form."""
+
+    def stand_in(a: object) -> object:
+        if isinstance(a, Meta):
+            size = a.size if is_small else [min(n, 2) for n in a.size]
+            return torch.full(size, value, dtype=a.dtype, device="cpu")
+        if type(a) in (list, tuple):
+            return [stand_in(item) for item in a]  # type: ignore[attr-defined]
+        if isinstance(a, torch.device):
+            return torch.device("cpu")
+        return a.clone() if isinstance(a, torch.Tensor) else a
+
+    try:
+        with DisableTorchFunction(), torch.no_grad():
+            info.func(*map(stand_in, args), **{k: stand_in(a) for k, a in kwargs.items() if k != "pin_memory"})
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
+        return False
+    return True
+
+
+__all__ = ["takes_dtypes"]

@@ -1,0 +1,69 @@
+"""Mistakes with dtypes raise at their line, with PyTorch's class, where a rule alone would let them pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "a softmax of integers": lambda x, i: i.softmax(0),
+    "a layer norm of integers": lambda x, i: F.layer_norm(i, (3,)),
+    "a norm of integers": lambda x, i: torch.linalg.vector_norm(i),
+    "gelu of integers": lambda x, i: F.gelu(i),
+    "silu of integers": lambda x, i: F.silu(i),
+    "elu of integers": lambda x, i: F.elu(i),
+    "softplus of integers": lambda x, i: F.softplus(i),
+    "a median of complex numbers": lambda x, i: x.to(torch.complex64).clamp(0, 1),
+    "an order of complex numbers": lambda x, i: x.to(torch.complex64).sort(),
+    "rows by floating point": lambda x, i: x.index_select(0, x),
+    "rows added by floating point": lambda x, i: x.index_add(0, x, x),
+    "rows filled by floating point": lambda x, i: x.index_fill(0, x, 1.0),
+    "elements by floating point": lambda x, i: x.gather(0, x),
+    "elements put by floating point": lambda x, i: x.scatter(0, x, x),
+    "bits of floating point": lambda x, i: x & x,
+    "bits turned of floating point": lambda x, i: ~x,
+    "bits moved of floating point": lambda x, i: x << 1,
+    "a divisor of floating point": lambda x, i: torch.gcd(x, x),
+    "a large tensor": lambda x, i: F.gelu(torch.ones(300, 300, dtype=torch.int64, device=i.device)),
+    "in place": lambda x, i: x.bitwise_not_(),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_with_dtypes_raises_at_its_line(name: str, sky: str) -> None:
+    x, i = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(Exception) as expected:
+        MISTAKES[name](x, i)
+    there, positions = x.to(sky), i.to(sky)
+    for _ in range(2):
+        with pytest.raises(type(expected.value)) as found:
+            MISTAKES[name](there, positions)
+        assert str(expected.value).splitlines()[0][:60] in str(found.value)
+    torch.sky.synchronize()
+    assert torch.equal((there + 1).cpu(), x + 1)
+
+
+def test_what_kernels_take_is_tried_once_and_waits_for_nothing(sky: str) -> None:
+    i = torch.arange(1, 7).to(sky)
+    before = torch.sky.stats()["round_trips"]
+    for size in (2, 3, 4):
+        part = i[:size]
+        assert (part // part + part * 2 - part % 5).dtype is torch.int64
+        (
+            part.sum(),
+            part.cumsum(0),
+            part.sort(),
+            part & 1,
+            part << 2,
+            ~part,
+            part.float().mean(),
+            torch.zeros(9, device=sky)[part],
+        )
+        torch.zeros(9, device=sky)[part]
+        part.float().index_select(0, part - 1), torch.zeros(6, device=sky).gather(0, part), part.clamp(1, 2), part.max()
+        torch.full_like(i, 3)
+    assert torch.sky.stats()["round_trips"] == before
