@@ -8,6 +8,9 @@ throw: a Python error there ends the process. Such errors have three sources.
   that method has no Python code: `constant_for_cpp` makes it of objects that are implemented in C.
 - A signal's handler runs between the look-up of the method and its call, where pybind11 makes a string. So handlers are
   wrapped, all of them, where `signal.signal` sets them; a wrapped one that is called there strikes a moment later.
+
+PyTorch has one more such place of its own: where autograd asks a fake tensor for its device, as happens while a program
+is compiled, PyTorch's own Python code answers. A wrapped handler waits there, too.
 """
 
 from __future__ import annotations
@@ -100,6 +103,8 @@ def take_parked_error() -> BaseException | None:
 
 # --- handlers of signals ---------------------------------------------------------------------------------------------
 
+_DEVICE_OP = "prim.device.default"
+
 deferred: set[int] = set()
 """The signals that wait to strike again."""
 
@@ -134,10 +139,20 @@ def _is_safe(frame: FrameType | None) -> bool:
         if operator.length_hint(asked) != operator.length_hint(told):
             return False
     while frame is not None:
-        if frame.f_code in _shielded:
+        if frame.f_code in _shielded or _tells_device_of_fake_tensor(frame):
             return False
         frame = frame.f_back
     return True
+
+
+def _tells_device_of_fake_tensor(frame: FrameType) -> bool:
+    """Tell whether PyTorch's C++ asks a fake tensor for its device here, perhaps where it must not throw."""
+    code = frame.f_code
+    if code.co_name in ("__torch_dispatch__", "dispatch") and code.co_filename.endswith("fake_tensor.py"):
+        return str(frame.f_locals.get("func")) == _DEVICE_OP
+    if code.co_name == "wrapper" and code.co_filename.endswith("_stats.py"):  # it counts the calls of the former
+        return _DEVICE_OP in map(str, frame.f_locals.get("args", ())[1:2])
+    return False
 
 
 def _defer(number: int) -> None:

@@ -360,6 +360,63 @@ def test_sigterm_in_backward_ends_the_program_with_its_own_status() -> None:
     assert (done.returncode, done.stderr) == (7, "")
 
 
+@pytest.mark.parametrize(
+    "place", ["inside", pytest.param("before", marks=pytest.mark.slow), pytest.param("after", marks=pytest.mark.slow)]
+)
+def test_a_signal_while_autograd_asks_a_fake_tensor_for_its_device_strikes_a_moment_later(place: str) -> None:
+    """As happens while a program is compiled. PyTorch asks in a function that must not throw, on the CPU as well."""
+    printed = succeed(f"""
+    import signal, sys
+    import torch, skyproxy
+    from torch._subclasses import fake_tensor
+    torch.ones(1, device="sky:0").cpu()
+
+    class Struck(BaseException):
+        pass
+
+    def expire(*unused):
+        raise Struck
+
+    DEVICE = torch.ops.prim.device.default
+    tell, strikes = fake_tensor._DISPATCH_META_HANDLERS[DEVICE], 0
+
+    def strike(at):
+        global strikes
+        if at == {place!r} and strikes < 1:
+            strikes += 1
+            signal.raise_signal(signal.SIGUSR1)
+
+    def told(args):
+        strike("inside")
+        return tell(args)
+
+    def trace(frame, event, argument):
+        code = frame.f_code
+        if code.co_filename.endswith(("_stats.py", "fake_tensor.py")) and DEVICE in [
+            frame.f_locals.get("func"), *frame.f_locals.get("args", ())[1:2]
+        ]:
+            strike("before" if code.co_name == "wrapper" else "after" if event == "return" else "")
+            return trace
+
+    signal.signal(signal.SIGUSR1, expire)
+    mode = fake_tensor.FakeTensorMode()
+    with mode:
+        x, w = (mode.from_tensor(torch.ones(3, 3)).detach() for _ in range(2))
+        w.requires_grad_()
+        fake_tensor._DISPATCH_META_HANDLERS[DEVICE] = told
+        try:
+            sys.settrace(trace)
+            x @ w
+            sys.settrace(None)
+            while True:
+                pass
+        except Struck:
+            sys.settrace(None)
+            print("struck", strikes)
+    """)
+    assert printed == "struck 1"
+
+
 def test_a_forked_child_defers_signals_of_its_own() -> None:
     printed = succeed("""
     import os, signal
