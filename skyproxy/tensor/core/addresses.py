@@ -1,4 +1,4 @@
-"""What the client has of remote memory: invented addresses, each given once, and the bytes of some small storages."""
+"""The client's share in remote memory: invented addresses, each given once, and the bytes of some small storages."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class KnownMeta(Meta):
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing has happened that may have changed the value."""
+        """Return whether nothing has happened that may have changed the value."""
         return self.epoch == self.recorder.hidden_writes and (self.copy is None or self.copy.values is not None)
 
     @property

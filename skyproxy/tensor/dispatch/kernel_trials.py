@@ -1,4 +1,4 @@
-"""Whether PyTorch's kernels take the dtypes of a call: tried here once, on tensors of the CPU that hold nothing.
+"""Trials of PyTorch's kernels, whether they take the dtypes of a call: once, on tensors of the CPU that hold nothing.
 
 Shape rules and kernels without values let much pass that kernels refuse: a mean of integers, an index of floating
 point, bits of a fraction. The worker would refuse it later than at its line. So where that may be, the kernel runs here

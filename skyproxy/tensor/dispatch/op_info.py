@@ -180,7 +180,7 @@ _NOT_TRIED = (
     "aten::resize",
     "aten::set_",
 )
-"""What takes any dtype, or whose kernels read where the values say, of which there are none here."""
+"""Operations that take any dtype, or whose kernels read where the values say, of which there are none here."""
 
 Special = Callable[..., object]
 SPECIALS: dict[str, Special] = {}

@@ -23,7 +23,7 @@ _dict_of = torch.Tensor.__dict__["__dict__"]
 
 
 class Attributes(dict[str, Any]):
-    """What a tensor of a user's class has in its `__dict__`: whoever reads, copies or prints it sees what users set.
+    """The `__dict__` of a tensor of a user's class: whoever reads, copies or prints it sees what users set.
 
     Libraries hand attributes on by `result.__dict__ = copy(x.__dict__)`, as fastai does: a copy with the handle in it
     would make the result another name for `x`.
