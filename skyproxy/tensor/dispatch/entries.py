@@ -11,7 +11,7 @@ from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.dispatch.op_info import TENSORS
-from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
+from skyproxy.tensor.shapes.rules import TARGET, Look, RuleAnswer
 
 if TYPE_CHECKING:
     from skyproxy.tensor.dispatch.binding import BoundCall
@@ -45,19 +45,21 @@ class Output:
 
 
 _NEW = (commands.NEW,)
+_NEW_LIST = (commands.NEW_LIST,)
 _IGNORED = (commands.IGNORED,)
 _FIRST = (Output(tensor=0),)
 
 
 _NONE_OR_FIRST = {None, 0}
 _is_plain = operator.attrgetter("plain")
+_shares_of_look = operator.itemgetter(1)
 
 
 class Entry:
     """The results of one op on arguments that look a certain way.
 
-    One fresh plain tensor, which most ops give, has fields of its own in place of an `Output`: there may be tens of
-    thousands of entries, and the garbage collector looks at each object in them.
+    What the fast path handles has fields of its own in place of an `Output`: there may be tens of thousands of entries,
+    and the garbage collector looks at each object in them.
 
     Attributes:
         outputs: its results.
@@ -65,7 +67,8 @@ class Entry:
         number: the op's number on the wire.
         simple: whether the fast path may handle it: one fresh plain tensor, or the first argument itself.
         meta: in the simple case, what the fresh tensor looks like; None if the first argument is the result.
-        several: whether the results are several fresh plain tensors, or None, for the fast path.
+        several: for the fast path, the looks of the results, if these are several fresh plain tensors; a look that is
+            None stands for a result that is None.
         listed: for the fast path, the looks of the fresh plain tensors in the list that is the one result.
         nothing: whether there is no result at all, for the fast path.
         shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
@@ -92,15 +95,21 @@ class Entry:
         self._made: Sequence[Meta] | None = ()
         self.changed = changed
         self.number = 0
-        self.simple = self.several = self.nothing = self.shares_first = False
+        self.simple = self.nothing = self.shares_first = False
         self.meta: Meta | None = None
+        self.several: Sequence[Look] | None = None
         self.listed: list[tuple[Meta, int | None]] | None = None
         self.output_templates: Sequence[str] = ()
 
     @property
     def outputs(self) -> Sequence[Output]:
-        found = self._outputs
-        return (Output(self.meta, 0 if self.shares_first else None),) if found is None else found
+        if self._outputs is not None:
+            return self._outputs
+        if self.listed is not None:
+            return (Output(items=self.listed),)
+        if self.several is not None:
+            return [Output(meta, shares) for meta, shares in self.several]
+        return (Output(self.meta, 0 if self.shares_first else None),)
 
     @property
     def made(self) -> Sequence[Meta]:
@@ -131,19 +140,30 @@ class Entry:
                     entry._made = (only,)
                 entry.output_templates = _NEW
                 return entry
-        outputs = [Output(items=item) if isinstance(item, list) else Output(*item) for item in found]
-        looks = [look for item in found for look in (item if isinstance(item, list) else (item,))]
-        entry = Entry(outputs)
-        entry._made = [meta for meta, _ in looks if meta is not None]
-        entry.output_templates = tuple([output.template for output in outputs])
-        entry.nothing = not outputs
-        sharing = {shares for _, shares in looks}
-        if has_tensors and sharing <= _NONE_OR_FIRST and all(map(_is_plain, entry._made)):
+        if not found:
+            entry = Entry(())
+            entry.nothing = True
+            return entry
+        entry = Entry(None)
+        listed = found[0] if type(found[0]) is list else None
+        looks: Sequence[Look] = found if listed is None else listed  # type: ignore[assignment]  # a list comes alone
+        made = [meta for meta, _ in looks if meta is not None]
+        entry._made = made
+        if listed is not None:
+            entry.listed, entry.output_templates = listed, _NEW_LIST
+        else:
+            entry.several = looks
+            entry.output_templates = (
+                _NEW * len(made)
+                if len(made) == len(looks)
+                else tuple([commands.IGNORED if meta is None else commands.NEW for meta, _ in looks])
+            )
+        sharing = set(map(_shares_of_look, looks))
+        whole = listed is not None or len(looks) > 1
+        if has_tensors and whole and sharing <= _NONE_OR_FIRST and all(map(_is_plain, made)):
             entry.shares_first = 0 in sharing
-            if len(outputs) > 1:
-                entry.several = all(output.items is None for output in outputs)
-            elif outputs and len(entry._made) == len(looks):
-                entry.listed = outputs[0].items
+        else:
+            entry._outputs, entry.listed, entry.several = entry.outputs, None, None
         return entry
 
     def settle(self, call: BoundCall) -> Entry:
@@ -159,14 +179,15 @@ class Entry:
         self._made = [*made, *(looks.get(i, call.tensors[i]._sky.meta) for i in written_tensors(call))]
         quiet = not self.changed and not call.info.synchronizes
         self.nothing = quiet and not self.outputs
-        self.several = (
+        if (
             quiet
             and len(self.outputs) > 1
             and all(
                 output.meta is not None and output.meta.plain and output.shares in (None, 0) for output in self.outputs
             )
-        )
-        self.shares_first = self.several and any(output.shares == 0 for output in self.outputs)
+        ):
+            self.several = [(output.meta, output.shares) for output in self.outputs]
+            self.shares_first = any(output.shares == 0 for output in self.outputs)
         if len(self.outputs) == 1 and not self.changed and call.tensors and not call.info.synchronizes:
             output = self.outputs[0]
             if output.meta is not None and output.meta.plain and output.shares in (None, 0):

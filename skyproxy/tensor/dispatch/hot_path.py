@@ -19,7 +19,7 @@ from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.host_copies import forget_copy, know_element
-from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass, rule_registry
 from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.entries import expectation
@@ -237,17 +237,10 @@ def dispatch_remote(
             wire.append(handle.slot)
         else:
             result = args[0]
-    elif entry.several:
-        several: list[RemoteTensor | None] = []
-        for output in entry.outputs:
-            if output.meta is None:
-                several.append(None)
-                continue
-            meta = output.meta
-            handle = device.new_handle(meta, (root.root or root) if output.shares == 0 else None)
-            wire.append(handle.slot)
-            several.append(make_tensor(meta, handle))
-        result = tuple(several)
+    elif entry.several is not None:
+        owner = (root.root or root) if entry.shares_first else None
+        result = several = tuple(new_tensors(device, entry.several, owner))
+        wire.extend([made._sky.slot for made in several if made is not None])
     elif entry.nothing:
         result = None
         if info.for_each:  # kernels count such changes, of the tensors in their first list; not the dispatcher
@@ -255,7 +248,7 @@ def dispatch_remote(
     elif entry.listed is not None:
         owner = (root.root or root) if entry.shares_first else None
         result = listed = new_tensors(device, entry.listed, owner)
-        wire.append([made._sky.slot for made in listed])
+        wire.append([made._sky.slot for made in listed])  # type: ignore[union-attr]  # none of them is None
     else:
         return record(info, func, args, kwargs or {})
     stream = recorder.stream

@@ -27,9 +27,9 @@ from skyproxy.tensor.core.torch_private import (
 from skyproxy.tensor.dispatch.entries import Entry, Output, numbers_of, written_tensors
 from skyproxy.tensor.dispatch.fake_tensors import fake_mode, fake_tensor
 from skyproxy.tensor.dispatch.op_info import TENSOR, OpInfo
-from skyproxy.tensor.shapes.elementwise import broadcast_sizes
+from skyproxy.tensor.shapes.elementwise import broadcast_sizes, preserved_stride
 from skyproxy.tensor.shapes.kernel_strides import corrected, corrected_lists
-from skyproxy.tensor.shapes.rules import TARGET, RuleAnswer
+from skyproxy.tensor.shapes.rules import TARGET, Look, RuleAnswer, keeps_target
 
 if TYPE_CHECKING:
     from skyproxy.tensor.dispatch.binding import BoundCall
@@ -67,6 +67,7 @@ _MASKED = frozenset({"aten::native_batch_norm_backward", "aten::batch_norm_backw
 _HALF_COMPLEX = frozenset({torch.complex32, getattr(torch, "bcomplex32", torch.complex32)})
 
 
+_HALVES = (torch.float16, torch.bfloat16)
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -75,9 +76,15 @@ def infer(call: BoundCall) -> Entry | None:
     if call.info.name in _ANSWERS_DEPEND_ON_VALUES or (call.info.name == "aten::index.Tensor" and _has_mask(call)):
         return None
     if call.info.rule is not None:
-        found = _ask_rule(call)
+        found = _ask_rule(call) or _ask_rule_of_marked(call)
         if found is not None:
-            return Entry.of_rule(found, has_tensors=bool(call.tensors))
+            entry = Entry.of_rule(found, has_tensors=bool(call.tensors))
+            entry.nothing &= not call.info.synchronizes
+            return entry
+    if call.info.turned is not None and len(call.tensors) == 1:
+        found = call.info.turned(*_looks(call.args))
+        if found is not None:
+            return _turn(call, found)
     if call.info.writes and (_outgrows_target(call) or tuple(call.key) in _refused):
         return None
     if call.info.name in _FILLS_EMPTY and any(0 in call.tensors[i]._sky.meta.size for i in written_tensors(call)):
@@ -85,6 +92,42 @@ def infer(call: BoundCall) -> Entry | None:
     if call.info.columns:
         return _infer_columns(call)
     return _infer_by_fake(call)
+
+
+def infer_filled(call: BoundCall) -> Entry | None:
+    """Infer an `out=` form whose targets have the sizes and dtypes of its results, and stay as they are; else None."""
+    rule = call.info.unfilled
+    if rule is None or call.has_values:
+        return None
+    targets = [call.argument(name) for name in call.info.writes]
+    given = {name: _look(a) for name, a in call.kwargs.items() if name not in call.info.writes}
+    found = rule(*_looks(call.args), **given)
+    if not found or len(found) != len(targets):
+        return None
+    for look, target in zip(found, targets, strict=True):
+        made = look[0] if type(look) is tuple else None
+        own = target._sky.meta if type(target) is RemoteTensor else None
+        if made is None or own is None or made.size != own.size or made.dtype is not own.dtype or not keeps_target(own):
+            return None
+    return Entry([Output(argument=name) for name in call.info.returns]).settle(call)
+
+
+def depends_on_kind(call: BoundCall) -> bool:
+    """Return whether only the worker can tell what the results look like, which nothing here knows of its device."""
+    info = call.info
+    if info.asks_worker_for_halves and any(t.dtype in _HALVES for t in call.tensors):
+        return info.rule is None or call.device.row["type"] != "cpu" or _ask_rule(call) is None
+    if info.takes_one_dtype and len({t.dtype for t in call.tensors}) > 1:
+        return True  # the mistake that people make most, whose error should come at its line
+    return info.asks_worker_for_shape or (info.asks_cuda_for_shape and call.device.row["type"] == "cuda")
+
+
+def _turn(call: BoundCall, found: RuleAnswer) -> Entry:
+    """The entry of an op that makes a tensor another view of its memory."""
+    meta = found[0][0]
+    assert type(meta) is Meta
+    changed = [(0, meta)] if meta is not call.tensors[0]._sky.meta else []
+    return Entry([Output(argument=call.info.names[0])], changed).settle(call)
 
 
 def _outgrows_target(call: BoundCall) -> bool:
@@ -113,6 +156,52 @@ def _ask_rule(call: BoundCall) -> RuleAnswer | None:
     if found is None or found is TARGET or any(type(item) is list or item[1] is not None for item in found):
         return None
     return found
+
+
+_READS_BITS = frozenset({"aten::view_as_real", "aten::view_as_complex", "aten::view.dtype"})
+"""Views that there are none of where numbers are to be conjugated or negated first."""
+
+
+def _ask_rule_of_marked(call: BoundCall) -> RuleAnswer | None:
+    """The same where tensors are marked as conjugates or negatives: views keep the marks, others first make copies."""
+    info = call.info
+    metas = [tensor._sky.meta for tensor in call.tensors]
+    apart = [meta for meta in metas if meta.conjugate or meta.negative]
+    if not apart or info.writes or call.has_values or any(meta.layout is not torch.strided for meta in metas):
+        return None
+    assert info.rule is not None
+    bare = {
+        meta: plain_meta(
+            meta.size,
+            meta.dtype,
+            meta.stride if info.is_view else preserved_stride(meta.size, meta.stride),
+            meta.offset if info.is_view else 0,
+        )
+        for meta in apart
+    }
+
+    def without_mark(a: object) -> object:
+        if type(a) is list:
+            return [without_mark(item) for item in a]
+        return bare.get(a, a) if type(a) is Meta else a
+
+    given = [without_mark(a) for a in _looks(call.args)], {n: without_mark(_look(a)) for n, a in call.kwargs.items()}
+    if not info.is_view:
+        found = info.rule(*given[0], **given[1])
+        fresh = found and all(type(look) is tuple and look[1] is None for look in found)
+        return found if fresh else None
+    if info.name in _READS_BITS or len(metas) != 1:
+        return None
+    found = info.rule(*given[0], **given[1])
+    if found is None:
+        return None
+
+    def marked(look: Look) -> tuple[Meta, int | None]:
+        assert look[0] is not None
+        description = look[0].description._replace(conjugate=metas[0].conjugate, negative=metas[0].negative)
+        return intern_meta(description), look[1]
+
+    return [[marked(item) for item in look] if isinstance(look, list) else marked(look) for look in found]
 
 
 def _infer_columns(call: BoundCall) -> Entry | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from skyproxy.tensor.core.torch_private import OpOverload, has_kernel
+from skyproxy.tensor.shapes.rules import Rule
 from skyproxy.tensor.shapes.sparse import RULES
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
 
@@ -118,6 +119,8 @@ _SIZED_BY_KIND = frozenset(
     {
         "aten::_batch_norm_no_update",
         "aten::_batch_norm_with_update",
+        "aten::_embedding_bag",
+        "aten::_embedding_bag_forward_only",
         "aten::_native_batch_norm_legit",
         "aten::_native_batch_norm_legit_no_training",
         "aten::log_sigmoid_forward",
@@ -210,6 +213,8 @@ class OpInfo:
             `resize_` and `t_` exist for. All others keep their sizes, or the op is refused.
         returns: for each result, the name of the argument that it is (for in-place and out= forms), or None.
         rule: what tells how the results look, see `shapes.rules`; or None.
+        turned: of an op that makes a tensor another view of its memory, the rule of that view; or None.
+        unfilled: of an `out=` form, the rule of the form that fills nothing; or None.
         special: who handles the op instead, or None.
         creates: whether it makes one tensor of sizes and options alone.
         changes: whether it changes what it was given: 0 no, 1 its first argument and nothing else, 2 more or lists.
@@ -261,6 +266,8 @@ class OpInfo:
         "takes_meta",
         "takes_one_dtype",
         "takes_whole_numbers",
+        "turned",
+        "unfilled",
         "writes",
     )
 
@@ -320,7 +327,10 @@ class OpInfo:
         self.is_tried = _may_be_tried(self.name, func) and GENERATOR not in self.kinds
         self.takes_whole_numbers = self.name.startswith(_TAKE_WHOLE_NUMBERS) or "shift" in self.name
         self.followed = self.name in _FOLLOWED
-        self.rule = None if self.asks_worker_for_shape else RULES.get(self.name)
+        knows = not self.asks_worker_for_shape or packet in _FAKED_WRONGLY  # there, a rule is better than fake kernels
+        self.rule = RULES.get(self.name) if knows else None
+        self.turned = _rule_of_view(func) if torch.Tag.inplace_view in func.tags else None
+        self.unfilled = _rule_without_out(func) if self.rule is None and self.asks_worker_for_shape else None
         self.special = SPECIALS.get(self.name)
         if self.special is None:
             self.special = self._substitute(packet)
@@ -383,6 +393,28 @@ def _may_be_tried(name: str, func: OpOverload) -> bool:
         and torch.Tag.nondeterministic_seeded not in func.tags
         and not any(word in name for word in _NOT_TRIED_WORDS)
     )
+
+
+def _rule_of_view(func: OpOverload) -> Rule | None:
+    """Return the rule of `transpose` for `transpose_`, and its like."""
+    packet, _, overload = func.name().partition(".")
+    view = packet.removesuffix("_")
+    return next((RULES[name] for name in (f"{view}.{overload or 'int'}", view) if name in RULES), None)
+
+
+def _rule_without_out(func: OpOverload) -> Rule | None:
+    """Return the rule of the overload that takes the same but for `out=`."""
+    given = [
+        (a.name, str(a.type))
+        for a in func._schema.arguments
+        if not (a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
+    ]
+    packet = func._overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == given:
+            return RULES.get(other.name())
+    return None
 
 
 def _depends_on_values(func: OpOverload) -> bool:

@@ -31,6 +31,7 @@ from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written
 from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across_devices
 from skyproxy.tensor.dispatch.op_info import TENSORS, OpInfo, info_of
+from skyproxy.tensor.shapes.rules import Look
 
 _infers = torch.is_inference_mode_enabled
 _is_of_inference = TensorBase.is_inference
@@ -104,16 +105,6 @@ def _is_plain_subclass(a: torch.Tensor) -> bool:
     return type(a).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def _depends_on_kind(call: BoundCall) -> bool:
-    """Return whether only the worker can tell what the results look like, which nothing here knows of its device."""
-    info = call.info
-    if info.asks_worker_for_halves and any(t.dtype in _HALVES for t in call.tensors):
-        return True
-    if info.takes_one_dtype and len({t.dtype for t in call.tensors}) > 1:
-        return True  # the mistake that people make most, whose error should come at its line
-    return info.asks_worker_for_shape or (info.asks_cuda_for_shape and call.device.row["type"] == "cuda")
-
-
 def run(call: BoundCall) -> Any:
     """Records a call that was taken apart; infers what its results look like where that is not known yet."""
     key = tuple(call.key)
@@ -122,7 +113,8 @@ def run(call: BoundCall) -> Any:
     expected = False
     if entry is None:
         device.misses += 1
-        entry = inference.infer(call)
+        filled = inference.infer_filled(call)
+        entry = inference.infer(call) if filled is None else filled
         if entry is not None and len(entry.made) + len(call.tensors) > _MANY_TENSORS:
             if len(entry.made) + len(call.tensors) > _MOST_TENSORS:
                 return _run_in_parts(call, len(entry.made) + len(call.tensors))
@@ -133,7 +125,8 @@ def run(call: BoundCall) -> Any:
                 return _finish_known(call, positions)
             # What is written may be resized by values that no fake tensor has.
             return ask(call, key if call.info.asks_worker_for_shape and not call.info.writes else None)
-        if _depends_on_kind(call) or not takes_dtypes(call.info, *inference.looks_of(call), entry.made):
+        asks = filled is None and inference.depends_on_kind(call)
+        if asks or not takes_dtypes(call.info, *inference.looks_of(call), entry.made):
             return ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)
@@ -242,7 +235,8 @@ def learn(
     if not takes_dtypes(info, looks, named, entry.made):
         return None
     if not entry.simple:
-        if len(entry.made) > _MANY_TENSORS or not (entry.several or entry.nothing or entry.listed is not None):
+        usual = entry.nothing > info.synchronizes or entry.listed is not None or entry.several is not None
+        if not usual or len(entry.made) > _MANY_TENSORS:
             return None
     if entry.shares_first and _infers() != args[0].is_inference():
         return None
@@ -359,11 +353,14 @@ def _result(call: BoundCall, meta: Meta, shares: int | None) -> RemoteTensor:
     return make_view(meta, handle, base)
 
 
-def new_tensors(device: SkyDevice, looks: list[tuple[Meta, int | None]], owner: Handle | None) -> list[RemoteTensor]:
+def new_tensors(device: SkyDevice, looks: Sequence[Look], owner: Handle | None) -> list[RemoteTensor | None]:
     """Fresh plain tensors; those that share the first argument's storage are views of `owner`."""
     handle_type, take_slot, place = device.handle_type, device.recorder.take_slot, device.torch_device
-    made: list[RemoteTensor] = []
+    made: list[RemoteTensor | None] = []
     for meta, shares in looks:
+        if meta is None:
+            made.append(None)
+            continue
         handle = handle_type()
         handle.meta = meta
         handle.root = owner if shares == 0 else None
