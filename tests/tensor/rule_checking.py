@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyproxy.tensor.core.metadata import Meta, meta_of
-from skyproxy.tensor.shapes.recurrent import RULES
 from skyproxy.tensor.shapes.rules import TARGET
+from skyproxy.tensor.shapes.sparse import RULES
 
 Case = tuple[str, tuple[Any, ...], dict[str, Any]]
 _SIZES = [(), (1,), (5,), (3, 4), (1, 4), (3, 1), (2, 3, 4), (2, 1, 4), (2, 3, 4, 5), (0, 3), (1, 0)]

@@ -14,8 +14,9 @@ from skyproxy import torch_versions
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import channels_last_stride
 from skyproxy.tensor.shapes.kernel_strides import in_kernel_order
+from skyproxy.tensor.shapes.layers import statistics_dtype
 from skyproxy.tensor.shapes.networks import FULL_PRECISION
-from skyproxy.tensor.shapes.rules import FLOATS, Look, RuleResult, rule
+from skyproxy.tensor.shapes.rules import FLOATS, Look, RuleResult, row_major, rule
 from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain, suggests_row_major
 from skyproxy.tensor.shapes.strides import suggests_channels_last
 from skyproxy.tensor.shapes.windows import RULES, convolved
@@ -33,17 +34,21 @@ def _look_like(x: Meta) -> Meta:
 
 def _are_alike(*tensors: object) -> bool:
     """Return whether all are tensors of one floating-point dtype, and not empty, in any order of memory."""
-    if not plain(*tensors):
+    first = tensors[0]
+    if type(first) is not Meta or first.dtype not in FLOATS:
         return False
-    dtypes = {t.dtype for t in tensors if type(t) is Meta}
-    return len(dtypes) == 1 and not dtypes.isdisjoint(FLOATS)
+    for t in tensors:  # noqa: SIM110  # as in `plain`
+        if type(t) is not Meta or t.dtype is not first.dtype or not t.plain or 0 in t.size:
+            return False
+    return True
 
 
 def _mask_looks(mask: Sequence[bool], looks: Sequence[Meta | None]) -> RuleResult:
     """Results of which only those exist that were asked for; None where one is asked for that cannot be."""
-    if len(mask) != len(looks) or any(wanted and look is None for wanted, look in zip(mask, looks, strict=True)):
+    found: list[Look] = [(look, None) if wanted else _NOTHING for wanted, look in zip(mask, looks, strict=False)]
+    if len(mask) != len(looks) or [look for look, _ in found].count(None) != list(mask).count(False):
         return None
-    return [(look, None) if wanted else _NOTHING for wanted, look in zip(mask, looks, strict=True)]
+    return found
 
 
 # --- elementwise -----------------------------------------------------------------------------------------------------
@@ -181,7 +186,9 @@ def _group_norm(
     mask: Sequence[bool],
 ) -> RuleResult:
     parts = [] if weight is None else [weight]
-    fits = _are_alike(gradient, x, mean, deviation, *parts) and x.dtype in FULL_PRECISION and gradient.size == x.size
+    fits = _are_alike(gradient, x) and _are_alike(mean, deviation) and plain(*parts) and gradient.size == x.size
+    dtype = statistics_dtype(x, parts) if fits else None
+    fits = dtype is not None and (dtype is mean.dtype or (not parts and mean.dtype is torch.float32))
     if not _TAKES_ANY_ORDER:
         fits = fits and are_row_major(gradient, x) and not suggests_channels_last(x.size, x.stride)
         fits = fits and not suggests_channels_last(gradient.size, gradient.stride)
@@ -189,7 +196,7 @@ def _group_norm(
         return None
     if mean.size != (n, groups) or deviation.size != (n, groups) or any(t.size != (c,) for t in parts):
         return None
-    sums = None if weight is None else plain_meta((c,), x.dtype)
+    sums = None if weight is None else plain_meta((c,), weight.dtype)
     looks = in_kernel_order("native_group_norm_backward", [_look_like(x)], gradient, x)
     return _mask_looks(mask, [looks[0][0], sums, sums])
 
@@ -211,10 +218,18 @@ def _batch_norm(
     saved = [t for t in (mean, deviation) if t is not None]
     needed = saved if training else running
     parts = [t for t in (weight, *running) if t is not None]
-    fits = _are_alike(gradient, x, *parts, *needed) and x.dtype in FULL_PRECISION and gradient.size == x.size
-    if not fits or len(x.size) < 2 or len(needed) != 2 or any(t.size != x.size[1:2] for t in (*parts, *needed)):
+    fits = _are_alike(gradient, x) and plain(*parts, *needed) and gradient.size == x.size
+    dtype = statistics_dtype(x, parts) if fits else None
+    fits = dtype is not None and all(t.dtype is dtype for t in needed)
+    if (
+        not fits
+        or dtype is None
+        or len(x.size) < 2
+        or len(needed) != 2
+        or any(t.size != x.size[1:2] for t in (*parts, *needed))
+    ):
         return None
-    sums = plain_meta(x.size[1:2], x.dtype)
+    sums = plain_meta(x.size[1:2], dtype)
     looks = in_kernel_order("native_batch_norm_backward", [_look_like(x)], gradient, x)
     return _mask_looks(mask, [looks[0][0], sums, sums])
 
@@ -264,8 +279,8 @@ def _look_in_format_of(x: Meta, size: tuple[int, ...], dtype: torch.dtype) -> Lo
 
 @rule("max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward")
 def _pooling(gradient: Meta, x: Meta, *rest: object) -> RuleResult:
-    fits = _are_images(gradient, x) and gradient.size[:2] == x.size[:2]
-    return [_look_in_format_of(x, x.size, x.dtype)] if fits else None
+    fits = _are_alike(gradient, x) and len(x.size) in (3, 4) and gradient.size[:-2] == x.size[:-2]
+    return [_look_in_format_of(x, x.size, x.dtype)] if fits and len(gradient.size) == len(x.size) else None
 
 
 @rule("adaptive_max_pool2d_backward")
@@ -281,50 +296,60 @@ def _adaptive_maximum(x: Meta, area: Sequence[int]) -> RuleResult:
     return [_look_in_format_of(x, size, x.dtype), _look_in_format_of(x, size, torch.int64)]
 
 
-@rule("upsample_nearest2d_backward upsample_bilinear2d_backward")
+@rule("upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward")
 def _resampling(gradient: Meta, area: Sequence[int], size: Sequence[int], *rest: object) -> RuleResult:
     found = _plain_resampling(gradient, area, size)
     return None if found is None else [_look_in_format_of(gradient, tuple(size), gradient.dtype)]
 
 
-@rule("upsample_bicubic2d_backward")
+@rule("upsample_nearest1d_backward _upsample_nearest_exact1d_backward upsample_linear1d_backward")
+def _resampling_of_lines(gradient: Meta, area: Sequence[int], size: Sequence[int], *rest: object) -> RuleResult:
+    fits = _are_alike(gradient) and len(gradient.size) == len(size) == 3 and len(area) == 1
+    fits = fits and all(type(n) is int and n > 0 for n in (*size, *area)) and gradient.size == (*size[:2], *area)
+    return [fresh(tuple(size), gradient.dtype)] if fits else None
+
+
+@rule("upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward")
 def _plain_resampling(gradient: Meta, area: Sequence[int], size: Sequence[int], *rest: object) -> RuleResult:
     fits = _are_images(gradient) and len(size) == 4 and all(type(n) is int and n > 0 for n in (*size, *area))
     fits = fits and gradient.size == (*size[:2], *area)
     return [fresh(tuple(size), gradient.dtype)] if fits else None
 
 
-@rule("upsample_nearest3d_backward upsample_trilinear3d_backward")
+@rule("upsample_nearest3d_backward _upsample_nearest_exact3d_backward upsample_trilinear3d_backward")
 def _resampling_of_volumes(gradient: Meta, area: Sequence[int], size: Sequence[int], *rest: object) -> RuleResult:
     fits = _are_alike(gradient) and suggests_row_major(gradient) and len(size) == 5
     fits = fits and all(type(n) is int and n > 0 for n in (*size, *area)) and gradient.size == (*size[:2], *area)
     return [fresh(tuple(size), gradient.dtype)] if fits else None
 
 
-@rule("max_pool3d_with_indices_backward avg_pool3d_backward")
+@rule("max_pool3d_with_indices_backward avg_pool3d_backward _adaptive_avg_pool3d_backward adaptive_max_pool3d_backward")
 def _pooling_of_volumes(gradient: Meta, x: Meta, *rest: object) -> RuleResult:
     fits = _are_alike(gradient, x) and are_row_major(x) and suggests_row_major(x) and len(x.size) in (4, 5)
     return [fresh(x.size, x.dtype)] if fits and gradient.size[:-3] == x.size[:-3] else None
 
 
-def _padding(name: str) -> None:
-    """Register a rule for the gradient of padding with an image's own values."""
+def _padding(kind: str, rank: int) -> None:
+    """Register a rule for the gradient of padding with the own values of lines, images or volumes."""
+    name = f"{kind}_pad{rank}d_backward"
 
     @rule(name)
     def backward(gradient: Meta, x: Meta, pad: Sequence[int]) -> RuleResult:
-        if not _are_images(gradient, x) or len(pad) != 4 or not all(type(n) is int and n >= 0 for n in pad):
+        fits = _are_alike(gradient, x) and len(x.size) in (rank + 1, rank + 2) and len(pad) == 2 * rank
+        if not fits or not all(type(n) is int and n >= 0 for n in pad):
             return None
-        size = (*x.size[:2], x.size[2] + pad[2] + pad[3], x.size[3] + pad[0] + pad[1])
+        pairs = [pad[2 * at : 2 * at + 2] for at in range(rank - 1, -1, -1)]
+        size = (*x.size[:-rank], *(n + sum(pair) for n, pair in zip(x.size[-rank:], pairs, strict=True)))
         if gradient.size != size:
             return None
-        mirrors = name.startswith("reflection")
-        if mirrors and not (max(pad[:2]) < x.size[3] and max(pad[2:]) < x.size[2]):
+        if kind == "reflection" and any(max(pair) >= n for n, pair in zip(x.size[-rank:], pairs, strict=True)):
             return None
-        return in_kernel_order(name, [_look_like(x)], gradient, x)
+        return in_kernel_order(name, [_look_like(x)], gradient, x) if rank > 1 else [fresh(x.size, x.dtype)]
 
 
-_padding("reflection_pad2d_backward")
-_padding("replication_pad2d_backward")
+for _kind in ("reflection", "replication"):
+    for _rank in (1, 2, 3):
+        _padding(_kind, _rank)
 
 
 @rule("pixel_shuffle")
@@ -402,6 +427,32 @@ def _flash_attention(
 def _safe_softmax(x: Meta, dim: int, dtype: torch.dtype | None = None) -> RuleResult:
     fits = _are_alike(x) and dtype is None and type(dim) is int and len(x.size) > 0
     return [fresh(x.size, x.dtype)] if fits and -len(x.size) <= dim < len(x.size) else None
+
+
+@rule("grid_sampler_3d_backward")
+def _sampling_of_volumes_backward(
+    gradient: Meta, x: Meta, grid: Meta, mode: object, padding: object, aligned: object, mask: Sequence[bool]
+) -> RuleResult:
+    fits = _are_alike(gradient, x, grid) and are_row_major(x, grid) and len(x.size) == len(grid.size) == 5
+    fits = fits and x.size[0] == grid.size[0] and grid.size[4] == 3 and len(mask) == 2
+    if not fits or gradient.size != (*x.size[:2], *grid.size[1:4]):
+        return None
+    return [fresh(x.size, x.dtype) if mask[0] else _NOTHING, fresh(grid.size, grid.dtype)]
+
+
+@rule("_ctc_loss_backward")
+def _ctc(
+    gradient: Meta, chances: Meta, targets: Meta, input_lengths: object, target_lengths: object, *rest: object
+) -> RuleResult:
+    fits = _are_alike(gradient, chances) and len(chances.size) == 3 and gradient.size in ((), chances.size[1:2])
+    fits = fits and type(input_lengths) is type(target_lengths) is list and targets.plain
+    return [fresh(chances.size, chances.dtype)] if fits and row_major(chances) else None
+
+
+@rule("masked_scatter_backward")
+def _masked_scatter(gradient: Meta, mask: Meta, size: Sequence[int]) -> RuleResult:
+    fits = _are_alike(gradient) and mask.plain and mask.dtype is torch.bool and mask.size == gradient.size
+    return [fresh(tuple(size), gradient.dtype)] if fits and all(type(n) is int and n > 0 for n in size) else None
 
 
 @rule("diagonal_backward")

@@ -16,7 +16,7 @@ from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, TARGET, RuleResult, c
 _REAL = frozenset({float, int, bool})
 _NOTHING: frozenset[type] = frozenset()
 _TAKEN_WHOLE: dict[torch.dtype, frozenset[type]] = {
-    torch.bool: frozenset({bool}),
+    torch.bool: frozenset({bool, int}),
     **dict.fromkeys(INTEGERS, frozenset({int, bool})),
     **dict.fromkeys(FLOATS, _REAL),
 }
@@ -25,7 +25,8 @@ _FLOAT_UNARY = (
     "abs_ acos_ acosh_ asin_ asinh_ atan_ atanh_ ceil_ cos_ cosh_ erf_ erfc_ exp_ exp2_ expm1_ floor_ frac_ "
     "hardsigmoid_ hardswish_ lgamma_ log_ log10_ log1p_ log2_ mish_ neg_ nan_to_num_ reciprocal_ relu_ round_ rsqrt_ "
     "sigmoid_ sign_ silu_ sin_ sinh_ sqrt_ square_ tan_ tanh_ trunc_ zero_ "
-    "bernoulli_.float cauchy_ clamp_ clamp_max_ clamp_min_ elu_ exponential_ fill_.Scalar hardtanh_ leaky_relu_ "
+    "digamma_ erfinv_ i0_ sinc_ bernoulli_.float cauchy_ clamp_ clamp_max_ clamp_min_ elu_ exponential_ fill_.Scalar "
+    "geometric_ hardtanh_ leaky_relu_ "
     "log_normal_ normal_ pow_.Scalar random_ random_.from random_.to threshold_ uniform_"
 )
 
@@ -113,7 +114,7 @@ def _division(target: Meta, other: object) -> RuleResult:
 
 @rule("copy_")
 def _copy(target: Meta, source: Meta, non_blocking: bool = False) -> RuleResult:
-    real = type(source) is Meta and not source.dtype.is_complex
+    real = type(source) is Meta and (not source.dtype.is_complex or target.dtype is source.dtype)
     return _target_if(real and _can_take_values(target, source))
 
 
@@ -145,6 +146,32 @@ def _masked_fill(target: Meta, mask: object, value: object) -> RuleResult:
 def _unary(target: Meta, *numbers: object, **named: object) -> RuleResult:
     fits = target.dtype in FLOATS and keeps_target(target)
     return _target_if(fits and all(a is None or type(a) in _REAL for a in (*numbers, *named.values())))
+
+
+@rule("relu_ abs_ neg_ sign_ square_ zero_")
+def _of_integers(target: Meta) -> RuleResult:
+    return _target_if(keeps_target(target)) if target.dtype in INTEGERS else _unary(target)
+
+
+@rule("clamp_.Tensor")
+def _clamp_between(target: Meta, *bounds: object) -> RuleResult:
+    given = [a for a in bounds if a is not None]
+    fits = all(type(a) is Meta and a.dtype is target.dtype for a in given) and len(given) > 0
+    return _target_if(fits and (target.dtype in FLOATS or target.dtype in INTEGERS) and keeps_target(target, *given))
+
+
+@rule("put_")
+def _put(target: Meta, index: Meta, source: Meta, accumulate: object = False) -> RuleResult:
+    fits = index.plain and index.dtype is torch.int64 and source.plain and source.dtype is target.dtype
+    fits = fits and target.dtype in _COUNTED and 0 not in target.size and index.size == source.size
+    return _target_if(fits and keeps_target(target))
+
+
+@rule("embedding_renorm_")
+def _renorm_rows(target: Meta, indices: Meta, most: object, order: object) -> RuleResult:
+    fits = target.dtype in FLOATS and len(target.size) == 2 and indices.plain
+    fits = fits and indices.dtype in (torch.int64, torch.int32) and keeps_target(target)
+    return _target_if(fits and target.stride[1] == 1 and 0 not in (*target.size, *indices.size))
 
 
 @rule("addcmul_ addcdiv_")

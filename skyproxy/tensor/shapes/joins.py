@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride, result_dtype
+from skyproxy.tensor.shapes.reductions import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, preserved, row_major, rule
-from skyproxy.tensor.shapes.selections import RULES, are_integers, axis_of, plain
+from skyproxy.tensor.shapes.selections import are_integers, axis_of, plain
 from skyproxy.tensor.shapes.strides import reshaped_stride, suggests_channels_last
 
 
@@ -131,10 +132,11 @@ _scatter_into("diagonal_scatter", "diagonal")
 
 def _parts(x: Meta, at: int, sizes: list[int]) -> RuleResult:
     found: list[tuple[Meta, int | None]] = []
-    offset = x.offset
+    offset, step, dtype, stride = x.offset, x.stride[at], x.dtype, x.stride
+    whole = {n: (*x.size[:at], n, *x.size[at + 1 :]) for n in set(sizes)}
     for n in sizes:
-        found.append((plain_meta((*x.size[:at], n, *x.size[at + 1 :]), x.dtype, x.stride, offset), 0))
-        offset += n * x.stride[at]
+        found.append((plain_meta(whole[n], dtype, stride, offset), 0))
+        offset += n * step
     return [found]
 
 
@@ -161,7 +163,8 @@ def _unbind(x: Meta, dim: int = 0) -> RuleResult:
     if at is None or not x.plain or 0 in x.size:
         return None
     size, stride = x.size[:at] + x.size[at + 1 :], x.stride[:at] + x.stride[at + 1 :]
-    return [[(plain_meta(size, x.dtype, stride, x.offset + i * x.stride[at]), 0) for i in range(x.size[at])]]
+    offset, step, dtype = x.offset, x.stride[at], x.dtype
+    return [[(plain_meta(size, dtype, stride, offset + i * step), 0) for i in range(x.size[at])]]
 
 
 __all__ = ["RULES"]

@@ -299,6 +299,47 @@ def _randint_like(x: Meta, *bounds: object, **options: object) -> RuleResult:
     return _filled_like(x, **options) if fits and bounds[-1] != 0 and len(set(bounds)) == len(bounds) else None
 
 
+@rule("normal.float_float")
+def _normal(mean: float, deviation: float, size: Sequence[int], **options: object) -> RuleResult:
+    return _draw(size, **options) if type(mean) is type(deviation) is float and deviation >= 0 else None
+
+
+@rule("logspace")
+def _logspace(start: object, end: object, steps: object, base: object = 10.0, **options: object) -> RuleResult:
+    return _linspace(start, end, steps, **options) if type(base) in (int, float) else None
+
+
+@rule("fft_fftfreq")
+def _frequencies(n: int, d: object = 1.0, **options: object) -> RuleResult:
+    fits = options.get("dtype") is None or options["dtype"] in _EXACT
+    return _fill((n,), **options) if fits and type(n) is int and n > 0 else None
+
+
+def _elements_below(rows: int, columns: int, offset: int) -> int:
+    """Count the elements of a lower triangle: of rows that grow by one, and then of whole ones."""
+    first = min(columns, 1 + offset) if offset > 0 else int(rows + offset > 0)
+    last = max(0, min(columns, rows + offset))
+    growing = last - first + 1
+    whole = max(0, min(rows, rows + offset)) - growing
+    return (first + last) * growing // 2 + max(whole, 0) * columns
+
+
+@rule("tril_indices")
+def _lower_indices(rows: int, columns: int, offset: int = 0, **options: object) -> RuleResult:
+    fits = all(type(n) is int for n in (rows, columns, offset)) and rows > 0 and columns > 0
+    fits = fits and options.get("dtype", torch.int64) is torch.int64
+    return _fill((2, _elements_below(rows, columns, offset)), **{"dtype": torch.int64, **options}) if fits else None
+
+
+@rule("triu_indices")
+def _upper_indices(rows: int, columns: int, offset: int = 0, **options: object) -> RuleResult:
+    fits = all(type(n) is int for n in (rows, columns, offset)) and rows > 0 and columns > 0
+    if not fits or options.get("dtype", torch.int64) is not torch.int64:
+        return None
+    count = rows * columns - _elements_below(rows, columns, offset - 1)
+    return _fill((2, count), **{"dtype": torch.int64, **options})
+
+
 @rule("hann_window bartlett_window hamming_window blackman_window")
 def _window(length: int, **options: object) -> RuleResult:
     return _fill((length,), **options) if options.get("dtype") is None or options["dtype"] in FLOATS else None

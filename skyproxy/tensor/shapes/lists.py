@@ -41,24 +41,36 @@ def _decide_columns(decide: Callable[..., Answer | None], args: tuple[object, ..
         if type(a) is not list:
             columns.append(repeat(_KINDS.get(type(a), a)))
             continue
-        if length not in (-1, len(a)):
-            return None
-        length = len(a)
+        if length != len(a):
+            if length != -1:
+                return None
+            length = len(a)
         columns.append([_KINDS.get(type(item), item) for item in a] if length and type(a[0]) in _KINDS else a)
     if length < 1:
         return None
-    places = list(zip(*columns, strict=False))
-    answers = {place: decide(*place) for place in set(places)}
-    if None in answers.values() or False in answers.values():
-        return None
-    return [answers[place] for place in places]  # type: ignore[misc]  # none of them is None
+    answers: dict[object, Answer | None] = {}
+    found: list[Answer] = []
+    for place in zip(*columns, strict=False):
+        answer = answers.get(place)
+        if answer is None:
+            answers[place] = answer = decide(*place)
+            if answer is None or answer is False:
+                return None
+        found.append(answer)
+    return found
 
 
 def _floats(*operands: object) -> bool:
     """Return whether these are tensors of fractions and real numbers, the first a tensor."""
-    return type(operands[0]) is Meta and all(
-        a.dtype in FLOATS if type(a) is Meta else type(a) in _KINDS for a in operands
-    )
+    if type(operands[0]) is not Meta:
+        return False
+    for a in operands:
+        if type(a) is Meta:
+            if a.dtype not in FLOATS:
+                return False
+        elif type(a) not in _KINDS:
+            return False
+    return True
 
 
 def _elementwise(first: Meta, *others: object) -> Meta | None:
@@ -95,7 +107,7 @@ def _register(name: str, column: _Column, writes: Callable[..., bool] = _works_i
 
 def _is_plain(kwargs: dict[str, object]) -> bool:
     """Return whether keywords are a factor of an operand at most."""
-    return all(name in ("alpha", "value", "weight") and type(a) in _KINDS for name, a in kwargs.items())
+    return not kwargs or all(name in ("alpha", "value", "weight") and type(a) in _KINDS for name, a in kwargs.items())
 
 
 def _without_number(first: Meta, other: object) -> Meta | None:

@@ -12,6 +12,7 @@ import torch
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import (
     broadcast_sizes,
+    channels_last_stride,
     elementwise,
     elementwise_stride,
     preserved_stride,
@@ -19,8 +20,11 @@ from skyproxy.tensor.shapes.elementwise import (
 )
 from skyproxy.tensor.shapes.joins import RULES
 from skyproxy.tensor.shapes.kernel_strides import in_kernel_order
+from skyproxy.tensor.shapes.layers import statistics_dtype
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, preserved, rule
-from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain, suggests_row_major
+from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain
+from skyproxy.tensor.shapes.strides import suggests_channels_last
+from skyproxy.torch_codec import contiguous_stride
 
 FULL_PRECISION = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
@@ -33,7 +37,15 @@ def _follows(gradient: Meta, output: Meta) -> bool:
 
 def whole_floats(*tensors: Meta) -> bool:
     """Return whether the tensors are row-major, and of one and the same floating-point dtype."""
-    return are_row_major(*tensors) and tensors[0].dtype in FLOATS and all(t.dtype is tensors[0].dtype for t in tensors)
+    if not are_row_major(*tensors):
+        return False
+    dtype = tensors[0].dtype
+    if dtype not in FLOATS:
+        return False
+    for t in tensors:  # noqa: SIM110  # most rules ask this, and a generator takes twice as long
+        if t.dtype is not dtype:
+            return False
+    return True
 
 
 # --- elementwise -----------------------------------------------------------------------------------------------------
@@ -175,7 +187,7 @@ def _clamp_between(x: Meta, low: Meta | None = None, high: Meta | None = None) -
     if len(given) < 2 or not all(type(a) is Meta for a in given):
         return None
     dtype = result_dtype(given)
-    found = elementwise(given, dtype) if dtype in FLOATS else None
+    found = elementwise(given, dtype) if dtype in FLOATS or dtype in INTEGERS else None
     return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
 
 
@@ -225,7 +237,7 @@ def _log_sigmoid_backward(gradient: Meta, x: Meta, buffer: Meta) -> RuleResult:
 
 @rule("nll_loss_forward")
 def _nll(x: Meta, target: Meta, weight: Meta | None, reduction: int, ignored: object) -> RuleResult:
-    fits = whole_floats(x) and are_row_major(target) and target.dtype is torch.int64 and x.dtype in FULL_PRECISION
+    fits = whole_floats(x) and are_row_major(target) and target.dtype is torch.int64 and x.dtype is not torch.float16
     if not fits or len(x.size) != 2 or target.size != x.size[:1] or reduction not in (0, 1, 2):
         return None
     if weight is not None and not (whole_floats(x, weight) and weight.size == x.size[1:]):
@@ -305,12 +317,12 @@ def _batch_norm(
     eps: object,
 ) -> RuleResult:
     parts = [t for t in (weight, bias, mean, variance) if t is not None]
-    fits = plain(x) and x.dtype in FULL_PRECISION and len(x.size) >= 2
-    if not fits or any(not t.plain or t.size != x.size[1:2] or t.dtype is not x.dtype for t in parts):
+    dtype = statistics_dtype(x, parts) if plain(x) and len(x.size) >= 2 else None
+    if dtype is None or any(not t.plain or t.size != x.size[1:2] for t in parts):
         return None
     if not training and (mean is None or variance is None):
         return None
-    sums = fresh(x.size[1:2] if training else (0,), x.dtype)
+    sums = fresh(x.size[1:2] if training else (0,), dtype)
     return [*in_kernel_order("native_batch_norm", [plain_meta(x.size, x.dtype)], x, *parts), sums, sums]
 
 
@@ -319,11 +331,14 @@ def _group_norm(
     x: Meta, weight: Meta | None, bias: Meta | None, n: int, c: int, area: object, groups: int, eps: object
 ) -> RuleResult:
     parts = [t for t in (weight, bias) if t is not None]
-    fits = whole_floats(x, *parts) and x.dtype in FULL_PRECISION and suggests_row_major(x) and len(x.size) >= 2
-    if not fits or x.size[:2] != (n, c) or groups < 1 or c % groups or any(t.size != (c,) for t in parts):
+    fits = plain(x) and are_row_major(*parts) and len(x.size) >= 2
+    in_format = suggests_channels_last(x.size, x.stride) if fits else False
+    fits = fits and x.stride == (channels_last_stride if in_format else contiguous_stride)(x.size)
+    dtype = statistics_dtype(x, parts) if fits else None
+    if dtype is None or x.size[:2] != (n, c) or groups < 1 or c % groups or any(t.size != (c,) for t in parts):
         return None
-    sums = fresh((n, groups), x.dtype)
-    return [fresh(x.size, x.dtype), sums, sums]
+    sums = fresh((n, groups), dtype)
+    return [(plain_meta(x.size, x.dtype, x.stride), None), sums, sums]
 
 
 @rule("log_sigmoid_forward")

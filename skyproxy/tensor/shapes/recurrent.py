@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
-from skyproxy.tensor.shapes.transforms import RULES
+from skyproxy.tensor.shapes.special_functions import RULES
 
 
 def _gates(*tensors: Meta, count: int) -> int | None:

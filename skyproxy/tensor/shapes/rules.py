@@ -237,12 +237,18 @@ def _division(a: object, b: object) -> RuleResult:
     return _result((a, b), dtype) if dtype in FLOATS else None
 
 
+@rule("div.Tensor div.Scalar")
+def _quotient(a: object, b: object) -> RuleResult:
+    """Complex numbers are divided, too."""
+    dtype = result_dtype((a, b)) if _has_tensor(a, b) else None
+    return _result((a, b), dtype) if dtype is not None and dtype in _COMPLEX else _division(a, b)
+
+
 @rule(_COMPARISONS)
 def _comparison(a: object, b: object) -> RuleResult:
     if not _has_tensor(a, b):
         return None
-    common = result_dtype((a, b))
-    return None if common.is_complex else _result((a, b), torch.bool, common)
+    return _result((a, b), torch.bool, result_dtype((a, b)))
 
 
 @rule("logical_and logical_or logical_xor")
@@ -419,7 +425,8 @@ def _reduction(
     a: Meta, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> RuleResult:
     rank = len(a.size)
-    if not (dim and a.dtype in FLOATS and (dtype is None or dtype in FLOATS) and a.plain and rank and 0 not in a.size):
+    counts = a.dtype in FLOATS or (a.dtype in _COMPLEX and dtype is None)
+    if not (dim and counts and (dtype is None or dtype in FLOATS) and a.plain and rank and 0 not in a.size):
         return None
     if not all(type(d) is int and -rank <= d < rank for d in dim):
         return None
@@ -434,7 +441,8 @@ def _reduction(
 def _sum_of_lines(
     a: Meta, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> RuleResult:
-    """Integers and masks are counted in 64 bits, where nothing else is asked for."""
+    """Integers and masks are counted in 64 bits, where nothing else is asked for. No dimensions are all of them."""
+    dim = dim or range(len(a.size))
     if a.dtype in INTEGERS or a.dtype is torch.bool:
         counted = plain_meta(a.size, torch.float32, a.stride, a.offset) if a.plain else None
         found = _reduction(counted, dim, keepdim) if counted is not None else None

@@ -1,10 +1,11 @@
-"""Shape rules for what selects, moves and reduces: indexing, gathering, sorting, padding, reductions.
+"""Shape rules for what selects and moves: indexing, gathering, sorting, turning.
 
 See `shapes.rules`; this module completes its table. Most rules answer for row-major tensors only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,19 +21,24 @@ from skyproxy.tensor.shapes.rules import (
     RuleResult,
     keeps_target,
     preserved,
-    row_major,
     rule,
 )
 from skyproxy.tensor.shapes.strides import suggests_channels_last
+from skyproxy.torch_codec import contiguous_stride
 
 Ints = tuple[int, ...]
-_DTYPES = FLOATS | INTEGERS | {torch.bool}
-Dims = int | list[int] | tuple[int, ...] | None
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+DTYPES = FLOATS | INTEGERS | {torch.bool}
 
 
 def are_row_major(*tensors: object) -> bool:
     """Return whether all are row-major tensors that are not empty."""
-    return plain(*tensors) and all(map(row_major, tensors))  # type: ignore[arg-type]
+    if not plain(*tensors):
+        return False
+    for t in tensors:  # noqa: SIM110  # as in `plain`
+        if t.stride != contiguous_stride(t.size):  # type: ignore[attr-defined]  # it is a `Meta`
+            return False
+    return True
 
 
 def fresh(size: Ints, dtype: torch.dtype) -> tuple[Meta, None]:
@@ -43,7 +49,7 @@ def fresh(size: Ints, dtype: torch.dtype) -> tuple[Meta, None]:
 def plain(*tensors: object) -> bool:
     """Return whether all are tensors that are not empty, in any order of memory, with gaps or repeated elements."""
     for t in tensors:  # noqa: SIM110  # most rules ask this, and a generator takes twice as long
-        if type(t) is not Meta or not t.plain or 0 in t.size or t.dtype not in _DTYPES:
+        if type(t) is not Meta or not t.plain or 0 in t.size or t.dtype not in DTYPES:
             return False
     return True
 
@@ -54,7 +60,7 @@ def _are_in_order(*tensors: object) -> bool:
         type(t) is Meta
         and t.plain
         and 0 not in t.size
-        and t.dtype in _DTYPES
+        and t.dtype in DTYPES
         and all(s > 0 for s in t.stride)
         and all(a >= b * n for a, b, n in zip(t.stride, t.stride[1:], t.size[1:], strict=False))
         for t in tensors
@@ -80,7 +86,7 @@ def _indexed_size(x: Meta, indices: Sequence[Meta | None]) -> Ints | None:
     given = [(at, index) for at, index in enumerate(indices) if index is not None]
     if not given or len(indices) > len(x.size):
         return None
-    if not all(are_row_major(index) and index.dtype in (torch.int64, torch.int32) for _, index in given):
+    if not all(plain(index) and index.dtype in (torch.int64, torch.int32) for _, index in given):
         return None
     size = broadcast_sizes([index.size for _, index in given])
     if size is None:
@@ -94,7 +100,7 @@ def _indexed_size(x: Meta, indices: Sequence[Meta | None]) -> Ints | None:
 @rule("index.Tensor")
 def _index(x: Meta, indices: Sequence[Meta | None]) -> RuleResult:
     size = _indexed_size(x, indices) if plain(x) else None
-    if size is None or _are_in_order(x):
+    if size is None or (_are_in_order(x) and are_row_major(*filter(None, indices))):
         return None if size is None else [fresh(size, x.dtype)]
     stride = indexed_stride(x, indices)
     return None if stride is None else [(plain_meta(size, x.dtype, stride), None)]
@@ -107,7 +113,8 @@ def _can_be_put(x: Meta, indices: Sequence[Meta | None], values: Meta) -> bool:
 
 @rule("index_put")
 def _index_put(x: Meta, indices: Sequence[Meta | None], values: Meta, accumulate: bool = False) -> RuleResult:
-    look = preserved(x) if _can_be_put(x, indices, values) else None
+    fits = _can_be_put(x, indices, values) or (plain(x) and _can_be_put_by_mask(x, indices, values))
+    look = preserved(x) if fits else None
     return None if look is None else [(look, None)]
 
 
@@ -122,13 +129,16 @@ def _can_be_put_by_mask(x: Meta, indices: Sequence[Meta | None], values: Meta) -
     mask = indices[0] if len(indices) == 1 else None
     if type(mask) is not Meta or mask.dtype is not torch.bool or not mask.plain or not mask.size:
         return False
-    return x.size[: len(mask.size)] == mask.size and values.size == () and values.dtype is x.dtype
+    if x.size[: len(mask.size)] != mask.size or values.dtype is not x.dtype or not values.plain:
+        return False
+    # How many rows the mask chooses, the worker sees.
+    return values.size == () or (len(values.size) > 0 and values.size[1:] == x.size[len(mask.size) :])
 
 
 def _fits(x: Meta, dim: int, index: Meta) -> bool:
     at = axis_of(x, dim)
     fits = at is not None and x.plain and index.plain and 0 not in x.size and 0 not in index.size
-    fits = fits and index.dtype is torch.int64 and len(index.size) == len(x.size) and x.dtype in _DTYPES
+    fits = fits and index.dtype is torch.int64 and len(index.size) == len(x.size) and x.dtype in DTYPES
     return fits and all(n <= m for i, (n, m) in enumerate(zip(index.size, x.size, strict=True)) if i != at)
 
 
@@ -144,18 +154,44 @@ def _scatter(x: Meta, dim: int, index: Meta, source: Meta, *how: object, **optio
     return [fresh(x.size, x.dtype)] if fits else None
 
 
+@rule("scatter.reduce")
+def _scatter_combined(x: Meta, dim: int, index: Meta, source: Meta, *, reduce: object) -> RuleResult:
+    return _scatter(x, dim, index, source) if x.dtype in FLOATS else None
+
+
+@rule("index_reduce")
+def _index_reduce(
+    x: Meta, dim: int, index: Meta, source: Meta, how: object, *, include_self: object = True
+) -> RuleResult:
+    return _index_add(x, dim, index, source) if x.dtype in FLOATS else None
+
+
 @rule("scatter.value")
 def _scatter_number(x: Meta, dim: int, index: Meta, value: object) -> RuleResult:
     kinds = (int, float, bool) if x.dtype in FLOATS else (bool,) if x.dtype is torch.bool else (int, bool)
     return [fresh(x.size, x.dtype)] if type(value) in kinds and _fits(x, dim, index) else None
 
 
-@rule("index_fill.int_Scalar")
+@rule("index_fill.int_Scalar index_fill.int_Tensor")
 def _index_fill(x: Meta, dim: int, index: Meta, value: object) -> RuleResult:
     kinds = (int, float, bool) if x.dtype in FLOATS else (bool,) if x.dtype is torch.bool else (int, bool)
     fits = plain(x, index) and index.dtype is torch.int64 and len(index.size) == 1 and axis_of(x, dim) is not None
-    look = preserved(x) if fits and type(value) in kinds else None
+    known = value.size == () and value.dtype is x.dtype and value.plain if type(value) is Meta else type(value) in kinds
+    look = preserved(x) if fits and known else None
     return None if look is None else [(look, None)]
+
+
+@rule("put")
+def _put(x: Meta, index: Meta, source: Meta, accumulate: object = False) -> RuleResult:
+    fits = plain(x, source) and index.plain and index.dtype is torch.int64 and source.dtype is x.dtype
+    look = preserved(x) if fits and math.prod(index.size) == math.prod(source.size) else None
+    return None if look is None else [(look, None)]
+
+
+@rule("renorm")
+def _renorm(x: Meta, order: object, dim: int, most: object) -> RuleResult:
+    fits = plain(x) and x.dtype in FLOATS and len(x.size) > 1 and axis_of(x, dim) is not None
+    return [fresh(x.size, x.dtype)] if fits and type(order) in (int, float) and order > 0 else None  # type: ignore[operator]
 
 
 @rule("masked_scatter")
@@ -174,6 +210,16 @@ def _isin(x: Meta, among: Meta, **options: object) -> RuleResult:
 def _isin_number(x: Meta, number: object, **options: object) -> RuleResult:
     fits = are_row_major(x) and type(number) in (int, float) and x.dtype is not torch.bool
     return [fresh(x.size, torch.bool)] if fits else None
+
+
+@rule("searchsorted.Scalar")
+def _search_number(
+    sequence: Meta, value: object, *, out_int32: bool = False, right: bool = False, **rest: object
+) -> RuleResult:
+    fits = are_row_major(sequence) and sequence.dtype in FLOATS and len(sequence.size) == 1
+    if not fits or type(value) not in (int, float) or any(option is not None for option in rest.values()):
+        return None
+    return [fresh((), torch.int32 if out_int32 else torch.int64)]
 
 
 @rule("searchsorted.Tensor")
@@ -244,6 +290,35 @@ def _roll(x: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> RuleResul
     return in_kernel_order("roll", [plain_meta(x.size, x.dtype)], x, shifts, dims) if fits else None
 
 
+@rule("rot90")
+def _rot90(x: Meta, k: int = 1, dims: Sequence[int] = (0, 1)) -> RuleResult:
+    places = [axis_of(x, dim) for dim in dims]
+    fits = plain(x) and type(k) is int and len(places) == 2 and None not in places and places[0] != places[1]
+    if not fits:
+        return None
+    size = list(x.size)
+    if k % 2:
+        first, second = places
+        size[first], size[second] = size[second], size[first]  # type: ignore[index]  # none of them is None
+    return in_kernel_order("rot90", [plain_meta(tuple(size), x.dtype)], x, k, dims)
+
+
+@rule("repeat_interleave.Tensor")
+def _positions(repeats: Meta, *, output_size: int | None = None) -> RuleResult:
+    fits = plain(repeats) and repeats.dtype in (torch.int64, torch.int32) and len(repeats.size) == 1
+    return [fresh((output_size,), repeats.dtype)] if fits and type(output_size) is int else None
+
+
+@rule("narrow_copy")
+def _narrowed(x: Meta, dim: int, start: object, length: object) -> RuleResult:
+    at = axis_of(x, dim)
+    if at is None or not plain(x) or type(start) is not int or type(length) is not int:
+        return None
+    if start < 0 or length < 1 or start + length > x.size[at]:
+        return None
+    return [fresh((*x.size[:at], length, *x.size[at + 1 :]), x.dtype)]
+
+
 @rule("repeat")
 def _repeat(x: Meta, repeats: Sequence[int]) -> RuleResult:
     extra = len(repeats) - len(x.size)
@@ -255,184 +330,6 @@ def _repeat(x: Meta, repeats: Sequence[int]) -> RuleResult:
 def suggests_row_major(x: Meta) -> bool:
     """Return whether PyTorch sees no channels-last format in a tensor."""
     return not suggests_channels_last(x.size, x.stride)
-
-
-# --- reductions ------------------------------------------------------------------------------------------------------
-
-
-def _reduce(x: Meta, dims: Dims, keepdim: bool) -> Ints | None:
-    """The size of a reduction; None where it is not plain. No dimensions are all of them."""
-    if not (x.plain and x.dtype in _DTYPES and 0 not in x.size and len(x.size) <= 64 and type(keepdim) is bool):
-        return None
-    if dims is None or (isinstance(dims, list | tuple) and not dims):
-        places: list[int | None] = list(range(len(x.size)))
-    else:
-        places = [axis_of(x, dim) for dim in (dims if isinstance(dims, list | tuple) else [dims])]
-    if None in places or len(set(places)) != len(places):
-        return None
-    return tuple(1 if i in places else n for i, n in enumerate(x.size) if keepdim or i not in places)
-
-
-@rule("max.dim min.dim")
-def _extreme(x: Meta, dim: int, keepdim: bool = False) -> RuleResult:
-    size = _reduce(x, [dim], keepdim) if x.size else None
-    return None if size is None else [fresh(size, x.dtype), fresh(size, torch.int64)]
-
-
-@rule("median.dim nanmedian.dim mode")
-def _median(x: Meta, dim: int = -1, keepdim: bool = False) -> RuleResult:
-    return _extreme(x, dim, keepdim) if x.dtype in FLOATS else None
-
-
-@rule("kthvalue")
-def _kth_value(x: Meta, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
-    at = axis_of(x, dim)
-    fits = at is not None and type(k) is int and x.dtype in FLOATS and 0 < k <= x.size[at]
-    return _extreme(x, dim, keepdim) if fits else None
-
-
-@rule("cummax cummin")
-def _extreme_so_far(x: Meta, dim: int) -> RuleResult:
-    fits = plain(x) and x.dtype in FLOATS and axis_of(x, dim) is not None
-    return [fresh(x.size, x.dtype), fresh(x.size, torch.int64)] if fits else None
-
-
-@rule("logcumsumexp")
-def _logcumsumexp(x: Meta, dim: int) -> RuleResult:
-    return [fresh(x.size, x.dtype)] if are_row_major(x) and x.dtype in FLOATS and axis_of(x, dim) is not None else None
-
-
-@rule("bucketize.Tensor")
-def _bucketize(x: Meta, bounds: Meta, *, out_int32: bool = False, right: bool = False) -> RuleResult:
-    fits = are_row_major(x, bounds) and len(bounds.size) == 1 and bounds.dtype is x.dtype is not torch.bool
-    return [fresh(x.size, torch.int32 if out_int32 else torch.int64)] if fits else None
-
-
-@rule("multinomial")
-def _multinomial(x: Meta, count: int, replacement: bool = False, **options: object) -> RuleResult:
-    fits = are_row_major(x) and x.dtype in FLOATS and len(x.size) in (1, 2) and type(count) is int and count > 0
-    fits = fits and x.size[-1] <= 1 << 24
-    if not fits or options.keys() - {"generator"} or not (replacement or count <= x.size[-1]):
-        return None
-    return [fresh((*x.size[:-1], count), torch.int64)]
-
-
-@rule("take")
-def _take(x: Meta, index: Meta) -> RuleResult:
-    fits = plain(x) and are_row_major(index) and index.dtype is torch.int64
-    return [fresh(index.size, x.dtype)] if fits else None
-
-
-@rule("max min")
-def _extreme_of_all(x: Meta) -> RuleResult:
-    return [fresh((), x.dtype)] if plain(x) else None
-
-
-@rule("median nanmedian")
-def _whole_median(x: Meta) -> RuleResult:
-    return [fresh((), x.dtype)] if plain(x) and x.dtype in FLOATS else None
-
-
-@rule("any all any.dim all.dim any.dims all.dims")
-def _truth(x: Meta, dim: Dims = None, keepdim: bool = False) -> RuleResult:
-    size = _reduce(x, dim, keepdim) if x.dtype is not torch.uint8 and dim != [] else None
-    return None if size is None else [fresh(size, torch.bool)]
-
-
-@rule("prod.dim_int")
-def _product(x: Meta, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> RuleResult:
-    size = _reduce(x, [dim], keepdim) if dtype is None else None
-    return None if size is None else [fresh(size, x.dtype if x.dtype in FLOATS else torch.int64)]
-
-
-@rule("prod")
-def _product_of_all(x: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
-    return [fresh((), x.dtype if x.dtype in FLOATS else torch.int64)] if plain(x) and dtype is None else None
-
-
-@rule("trace")
-def _trace(x: Meta) -> RuleResult:
-    fits = plain(x) and len(x.size) == 2
-    return [fresh((), x.dtype if x.dtype in FLOATS else torch.int64)] if fits else None
-
-
-@rule("dist")
-def _distance(a: Meta, b: Meta, order: object = 2) -> RuleResult:
-    fits = plain(a, b) and a.dtype is b.dtype and a.dtype in FLOATS and broadcast_sizes((a.size, b.size)) is not None
-    return [fresh((), a.dtype)] if fits and type(order) in (int, float) else None
-
-
-@rule("var.correction std.correction")
-def _variance(x: Meta, dim: Dims = None, *, correction: object = None, keepdim: bool = False) -> RuleResult:
-    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS else None
-    return None if size is None else [fresh(size, x.dtype)]
-
-
-@rule("var_mean.correction std_mean.correction")
-def _variance_and_mean(x: Meta, dim: Dims = None, *, correction: object = None, keepdim: bool = False) -> RuleResult:
-    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS else None
-    return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
-
-
-@rule("aminmax")
-def _range(x: Meta, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
-    size = _reduce(x, None if dim is None else [dim], keepdim) if x.size else None
-    return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
-
-
-@rule("nansum")
-def _sum_of_numbers(
-    x: Meta, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> RuleResult:
-    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
-    return None if size is None else [fresh(size, x.dtype)]
-
-
-@rule("count_nonzero count_nonzero.dim_IntList")
-def _count(x: Meta, dim: Dims = None) -> RuleResult:
-    size = _reduce(x, dim, False)
-    return None if size is None else [fresh(size, torch.int64)]
-
-
-@rule("segment_reduce")
-def _segments(
-    x: Meta,
-    reduction: object,
-    *,
-    lengths: Meta | None = None,
-    indices: object = None,
-    offsets: Meta | None = None,
-    axis: int = 0,
-    **options: object,
-) -> RuleResult:
-    """PyTorch 2.11 says the size of another result for an axis that is counted from the end."""
-    bounds = lengths if offsets is None else offsets
-    if not plain(x, bounds) or bounds is None or x.dtype not in FLOATS or indices is not None:
-        return None
-    axis += len(x.size) if axis < 0 else 0
-    count = bounds.size[-1] - (bounds is offsets)
-    if bounds.size[:-1] != x.size[:axis] or not 0 <= axis == len(bounds.size) - 1 or not count:
-        return None
-    return [fresh((*x.size[:axis], count, *x.size[axis + 1 :]), x.dtype)]
-
-
-@rule("linalg_vector_norm")
-def _norm(
-    x: Meta, order: object = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> RuleResult:
-    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
-    return [fresh(size, x.dtype)] if size is not None and type(order) in (int, float) else None
-
-
-@rule("norm.ScalarOpt_dim")
-def _norm_of_lines(x: Meta, order: object, dim: int, keepdim: bool = False) -> RuleResult:
-    return _norm(x, 2 if order is None else order, dim, keepdim) if dim else None
-
-
-@rule("logsumexp")
-def _logsumexp(x: Meta, dim: Dims, keepdim: bool = False) -> RuleResult:
-    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and dim else None
-    return None if size is None else [fresh(size, x.dtype)]
 
 
 # --- like another one ------------------------------------------------------------------------------------------------
@@ -448,7 +345,8 @@ def _new(
     **rest: object,
 ) -> RuleResult:
     chosen = x.dtype if dtype is None else dtype
-    fits = x.plain and layout in (None, torch.strided) and not rest.get("pin_memory") and chosen in _DTYPES
+    known = chosen in DTYPES or chosen in _COMPLEX
+    fits = x.plain and layout in (None, torch.strided) and not rest.get("pin_memory") and known
     return [fresh(tuple(size), chosen)] if fits and are_integers(size) and min(size, default=0) >= 0 else None
 
 
@@ -479,9 +377,11 @@ def _index_add(x: Meta, dim: int, index: Meta, source: Meta, *, alpha: object = 
         and index.dtype is torch.int64
         and len(index.size) == 1
     )
-    if not fits or source.dtype is not x.dtype or type(alpha) is not int or at is None:
+    if not fits or source.dtype is not x.dtype or at is None:
+        return None
+    if type(alpha) is not int and not (type(alpha) is float and x.dtype in FLOATS):
         return None
     return [fresh(x.size, x.dtype)] if source.size == (*x.size[:at], *index.size, *x.size[at + 1 :]) else None
 
 
-__all__ = ["RULES", "are_integers", "are_row_major", "axis_of", "fresh", "plain", "suggests_row_major"]
+__all__ = ["DTYPES", "RULES", "are_integers", "are_row_major", "axis_of", "fresh", "plain", "suggests_row_major"]

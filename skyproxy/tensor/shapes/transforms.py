@@ -1,7 +1,7 @@
 """Shape rules for Fourier transforms and for linear algebra, whose results lie column by column.
 
-See `shapes.rules`; this module completes its table. Of Fourier transforms, those along the last dimension alone: what
-others give lies as each device's library likes it.
+See `shapes.rules`; this module completes its table. What Fourier transforms give lies as the kernels of MKL leave it;
+where a worker's library likes another order, it is mended there.
 """
 
 from __future__ import annotations
@@ -23,27 +23,75 @@ Ints = tuple[int, ...]
 # --- Fourier transforms ----------------------------------------------------------------------------------------------
 
 
-def _is_of_last(x: Meta, dim: Sequence[int]) -> bool:
-    """Return whether the transform of a row-major tensor is one along its last dimension."""
-    return row_major(x) and 0 not in x.size and len(x.size) > 0 and list(dim) == [len(x.size) - 1]
+def _can_be_transformed(x: Meta, dims: Sequence[int], dtypes: frozenset[torch.dtype]) -> bool:
+    rank = len(x.size)
+    fits = x.plain and x.dtype in dtypes and 0 not in x.size and rank > 0 and len(dims) > 0
+    return fits and all(type(d) is int and 0 <= d < rank for d in dims) and len(set(dims)) == len(dims)
+
+
+def _transformed(x: Meta, dims: Sequence[int], size: Ints, dtype: torch.dtype, *, sorted_but: int) -> Meta:
+    """Return what a transform gives, as `_exec_fft` lays it out: the dimensions that are not transformed come first,
+    in the order of their strides, and then the others.
+
+    Args:
+        dims: those that are transformed.
+        size: of the result.
+        sorted_but: how many of the last ones keep their places, where the others are ordered by their strides.
+    """
+    strides = x.stride
+    turned = list(dims[: len(dims) - sorted_but])
+    turned.sort(key=lambda d: -strides[d])
+    order = _partitioned(len(size), dims)
+    order.sort(key=lambda d: -strides[d])
+    order += [*turned, *dims[len(dims) - sorted_but :]]
+    stride = [0] * len(size)
+    running = 1
+    for d in reversed(order):
+        stride[d] = running
+        running *= size[d]
+    return plain_meta(size, dtype, tuple(stride))
+
+
+def _partitioned(rank: int, dims: Sequence[int]) -> list[int]:
+    """Return the dimensions that are not among these, in the order in which `std::partition` leaves them."""
+    order, first, last = list(range(rank)), 0, rank
+    while True:
+        while first < last and order[first] not in dims:
+            first += 1
+        while first < last and order[last - 1] in dims:
+            last -= 1
+        if first >= last:
+            return order[:first]
+        order[first], order[last - 1] = order[last - 1], order[first]
 
 
 @rule("_fft_r2c")
 def _transform_of_real(x: Meta, dim: Sequence[int], norm: object, onesided: object) -> RuleResult:
-    if not _is_of_last(x, dim) or x.dtype not in FULL_PRECISION:
+    if not _can_be_transformed(x, dim, FULL_PRECISION):
         return None
-    return [fresh((*x.size[:-1], x.size[-1] // 2 + 1 if onesided else x.size[-1]), x.dtype.to_complex())]
+    last = dim[-1]
+    size = (*x.size[:last], x.size[last] // 2 + 1, *x.size[last + 1 :]) if onesided else x.size
+    return [(_transformed(x, dim, size, x.dtype.to_complex(), sorted_but=1), None)]
 
 
 @rule("_fft_c2r")
 def _transform_to_real(x: Meta, dim: Sequence[int], norm: object, length: int) -> RuleResult:
-    fits = _is_of_last(x, dim) and x.dtype in _COMPLEX and type(length) is int and length > 0
-    return [fresh((*x.size[:-1], length), x.dtype.to_real())] if fits and length // 2 + 1 == x.size[-1] else None
+    if not _can_be_transformed(x, dim, _COMPLEX) or type(length) is not int or length < 1:
+        return None
+    last = dim[-1]
+    if length // 2 + 1 != x.size[last]:
+        return None
+    if len(dim) > 1:  # in two steps
+        x = _transformed(x, dim[:-1], x.size, x.dtype, sorted_but=0)
+    size = (*x.size[:last], length, *x.size[last + 1 :])
+    return [(_transformed(x, dim[-1:], size, x.dtype.to_real(), sorted_but=0), None)]
 
 
 @rule("_fft_c2c")
 def _transform(x: Meta, dim: Sequence[int], norm: object, forward: object) -> RuleResult:
-    return [fresh(x.size, x.dtype)] if _is_of_last(x, dim) and x.dtype in _COMPLEX else None
+    if not _can_be_transformed(x, dim, _COMPLEX):
+        return None
+    return [(_transformed(x, dim, x.size, x.dtype, sorted_but=0), None)]
 
 
 # --- linear algebra --------------------------------------------------------------------------------------------------
@@ -63,9 +111,13 @@ def _are_square(*tensors: Meta) -> bool:
     return _are_matrices(*tensors) and all(t.size[-1] == t.size[-2] for t in tensors)
 
 
+def _column_stride(size: Ints) -> Ints:
+    """The strides of matrices whose columns lie one behind the other."""
+    return (*contiguous_stride(size)[:-2], 1, size[-2])
+
+
 def _column_look(size: Ints, dtype: torch.dtype) -> Look:
-    """Matrices whose columns lie one behind the other."""
-    return plain_meta(size, dtype, (*contiguous_stride(size)[:-2], 1, size[-2])), None
+    return plain_meta(size, dtype, _column_stride(size)), None
 
 
 def _codes(size: Ints) -> Look:
@@ -79,10 +131,17 @@ def _inverse(a: Meta, **options: object) -> RuleResult:
 
 @rule("_linalg_solve_ex")
 def _solution(a: Meta, b: Meta, *, left: object = True, check_errors: object = False) -> RuleResult:
-    if not _are_square(a) or not _are_matrices(b) or a.dtype is not b.dtype or a.size[:-1] != b.size[:-1] or not left:
+    if not _are_square(a) or not plain(b) or a.dtype is not b.dtype:
         return None
-    looks = _column_look(b.size, b.dtype), _column_look(a.size, a.dtype)
-    return [*looks, _codes(a.size[:-1]), _codes(a.size[:-2])]
+    if b.size == a.size[:-1] and left:  # vectors, whose last two dimensions lie as those of a matrix would
+        look = _column_look(b.size, b.dtype) if len(b.size) > 1 else fresh(b.size, b.dtype)
+    elif len(b.size) == len(a.size) and left and a.size[:-1] == b.size[:-1]:
+        look = _column_look(b.size, b.dtype)
+    elif len(b.size) == len(a.size) and not left and a.size[:-2] == b.size[:-2] and a.size[-1] == b.size[-1]:
+        look = fresh(b.size, b.dtype)
+    else:
+        return None
+    return [look, _column_look(a.size, a.dtype), _codes(a.size[:-1]), _codes(a.size[:-2])]
 
 
 @rule("_linalg_det")
@@ -100,11 +159,116 @@ def _log_determinant(a: Meta) -> RuleResult:
 
 @rule("linalg_qr")
 def _orthogonal(a: Meta, mode: str = "reduced") -> RuleResult:
-    if not _are_matrices(a) or mode != "reduced":
+    if not _are_matrices(a) or mode not in ("reduced", "complete", "r"):
+        return None
+    *batch, rows, columns = a.size
+    rank = rows if mode == "complete" else min(rows, columns)
+    q = fresh((0,), a.dtype) if mode == "r" else _column_look((*batch, rows, rank), a.dtype)
+    return [q, _column_look((*batch, rank, columns), a.dtype)]
+
+
+@rule("_linalg_svd")
+def _singular_values(
+    a: Meta, full_matrices: object = False, compute_uv: object = True, *, driver: object = None
+) -> RuleResult:
+    if not _are_matrices(a) or driver is not None:
         return None
     *batch, rows, columns = a.size
     rank = min(rows, columns)
-    return [_column_look((*batch, rows, rank), a.dtype), _column_look((*batch, rank, columns), a.dtype)]
+    values = fresh((*batch, rank), a.dtype)
+    if not compute_uv:
+        return [fresh((0,), a.dtype), values, fresh((0,), a.dtype)]
+    left = _column_look((*batch, rows, rows if full_matrices else rank), a.dtype)
+    return [left, values, _column_look((*batch, columns if full_matrices else rank, columns), a.dtype)]
+
+
+@rule("linalg_eig")
+def _eigen_decomposition(a: Meta) -> RuleResult:
+    if not _are_square(a):
+        return None
+    dtype = a.dtype.to_complex()
+    return [fresh(a.size[:-1], dtype), _column_look(a.size, dtype)]
+
+
+@rule("_linalg_eigvals")
+def _eigenvalues(a: Meta) -> RuleResult:
+    return [fresh(a.size[:-1], a.dtype.to_complex())] if _are_square(a) else None
+
+
+@rule("linalg_lu_factor_ex")
+def _triangular_factors(a: Meta, *, pivot: object = True, check_errors: object = False) -> RuleResult:
+    if not _are_matrices(a) or not pivot:
+        return None
+    pivots = _codes((*a.size[:-2], min(a.size[-2:])))
+    return [_column_look(a.size, a.dtype), pivots, _codes(a.size[:-2])]
+
+
+@rule("linalg_lu")
+def _factors(a: Meta, *, pivot: object = True) -> RuleResult:
+    return _unpacked_factors(a) if _are_matrices(a) and pivot else None
+
+
+def _unpacked_factors(a: Meta, *, data: bool = True, pivots: bool = True) -> RuleResult:
+    *batch, rows, columns = a.size
+    rank, nothing = min(rows, columns), fresh((0,), a.dtype)
+    return [
+        fresh((*batch, rows, rows), a.dtype) if pivots else nothing,
+        fresh((*batch, rows, rank), a.dtype) if data else nothing,
+        fresh((*batch, rank, columns), a.dtype) if data else nothing,
+    ]
+
+
+@rule("lu_unpack")
+def _unpack_factors(a: Meta, pivots: Meta, unpack_data: object = True, unpack_pivots: object = True) -> RuleResult:
+    fits = _are_matrices(a) and pivots.plain and pivots.dtype is torch.int32
+    if not fits or pivots.size != (*a.size[:-2], min(a.size[-2:])):
+        return None
+    return _unpacked_factors(a, data=bool(unpack_data), pivots=bool(unpack_pivots))
+
+
+@rule("linalg_lu_solve")
+def _solution_of_factors(
+    factors: Meta, pivots: Meta, b: Meta, *, left: object = True, adjoint: object = False
+) -> RuleResult:
+    fits = _are_square(factors) and _are_matrices(b, factors) and pivots.plain and pivots.dtype is torch.int32
+    if not fits or pivots.size != factors.size[:-1] or b.size[:-2] != factors.size[:-2]:
+        return None
+    if b.size[-2 if left else -1] != factors.size[-1]:
+        return None
+    return [_column_look(b.size, b.dtype) if left else fresh(b.size, b.dtype)]
+
+
+@rule("linalg_solve_triangular")
+def _triangular_solution(
+    a: Meta, b: Meta, *, upper: object, left: object = True, unitriangular: object = False
+) -> RuleResult:
+    fits = _are_square(a) and _are_matrices(b, a) and b.size[:-2] == a.size[:-2]
+    return [_column_look(b.size, b.dtype)] if fits and b.size[-2 if left else -1] == a.size[-1] else None
+
+
+@rule("cholesky_solve")
+def _cholesky_solution(b: Meta, a: Meta, upper: object = False) -> RuleResult:
+    fits = _are_square(a) and _are_matrices(b, a) and b.size[:-1] == a.size[:-1]
+    return [_column_look(b.size, b.dtype)] if fits else None
+
+
+@rule("cholesky_inverse")
+def _cholesky_inverse(a: Meta, upper: object = False) -> RuleResult:
+    return [_column_look(a.size, a.dtype)] if _are_square(a) else None
+
+
+@rule("linalg_householder_product")
+def _reflected(a: Meta, tau: Meta) -> RuleResult:
+    fits = _are_matrices(a) and plain(tau) and tau.dtype is a.dtype and tau.size[:-1] == a.size[:-2]
+    fits = fits and a.size[-2] >= a.size[-1] >= tau.size[-1] and len(tau.size) == len(a.size) - 1
+    return [_column_look(a.size, a.dtype)] if fits else None
+
+
+@rule("geqrf")
+def _reflectors(a: Meta) -> RuleResult:
+    return (
+        [_column_look(a.size, a.dtype), fresh((*a.size[:-2], min(a.size[-2:])), a.dtype)] if _are_matrices(a) else None
+    )
 
 
 @rule("_linalg_eigh")

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from skyproxy.tensor.core.metadata import Meta, plain_meta
+from skyproxy.tensor.core.metadata import Meta, intern_meta, plain_meta
 from skyproxy.tensor.shapes.strides import reshaped_stride
 
 RuleResult = list[tuple[Meta, int | None]] | None
 Rule = Callable[..., RuleResult]
 VIEW_RULES: dict[str, Rule] = {}
+_BITS = frozenset({torch.bool, torch.complex32})
+"""Dtypes of which not every pattern of bits is a value, or that few kernels take."""
 _PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 """The dtype of the real and of the imaginary part."""
 
@@ -217,6 +219,43 @@ def _expand(a: Meta, size: Sequence[int], *, implicit: bool = False) -> RuleResu
     return _view(a, tuple(new_size), tuple(new_stride), a.offset)
 
 
+def _mark(a: Meta, *, conjugates: bool) -> RuleResult:
+    conjugate, negative = (not a.conjugate, a.negative) if conjugates else (a.conjugate, not a.negative)
+    return [(intern_meta(a.description._replace(conjugate=conjugate, negative=negative)), 0)]
+
+
+@_rule("_conj")
+def _conjugate(a: Meta) -> RuleResult:
+    """Marked, and not computed."""
+    return _mark(a, conjugates=True) if a.layout is torch.strided and a.dtype in _PARTS else None
+
+
+@_rule("_neg_view")
+def _negative(a: Meta) -> RuleResult:
+    return _mark(a, conjugates=False) if a.layout is torch.strided and a.dtype is not torch.bool else None
+
+
+@_rule("view.dtype")
+def _reinterpreted(a: Meta, dtype: torch.dtype) -> RuleResult:
+    """As many bytes of another kind: of another width, the last dimension has more or fewer, as `view` says."""
+    if not a.plain or type(dtype) is not torch.dtype or dtype in _BITS or a.dtype in _BITS:
+        return None
+    own, other = a.dtype.itemsize, dtype.itemsize
+    if own == other:
+        return [(plain_meta(a.size, dtype, a.stride, a.offset), 0)]
+    if not a.size or 0 in a.size or a.stride[-1] != 1:
+        return None
+    if own > other:
+        ratio = own // other
+        size, stride = (*a.size[:-1], a.size[-1] * ratio), (*(s * ratio for s in a.stride[:-1]), 1)
+        return [(plain_meta(size, dtype, stride, a.offset * ratio), 0)]
+    ratio = other // own
+    if a.offset % ratio or a.size[-1] % ratio or any(s % ratio for s in a.stride[:-1]):
+        return None
+    size, stride = (*a.size[:-1], a.size[-1] // ratio), (*(s // ratio for s in a.stride[:-1]), 1)
+    return [(plain_meta(size, dtype, stride, a.offset // ratio), 0)]
+
+
 @_rule("view_as_real")
 def _view_as_real(a: Meta) -> RuleResult:
     if not a.plain or a.dtype not in _PARTS:
@@ -232,3 +271,22 @@ def _view_as_complex(a: Meta) -> RuleResult:
     if not fits or whole is None or a.offset % 2 or any(n % 2 for n in a.stride[:-1]):
         return None
     return [(plain_meta(a.size[:-1], whole, tuple(n // 2 for n in a.stride[:-1]), a.offset // 2), 0)]
+
+
+def _copied(view: str, copy: str) -> None:
+    """Register a rule for the form of a view that gives a row-major copy."""
+    looks = VIEW_RULES["aten::" + view]
+
+    @_rule(copy)
+    def copies(a: Meta, *args: object, **named: object) -> RuleResult:
+        found = looks(a, *args, **named) if 0 not in a.size and a.dtype not in _BITS else None
+        return None if found is None else [(plain_meta(found[0][0].size, found[0][0].dtype), None)]
+
+
+_WITH_COPIES = (
+    "alias detach view t transpose.int permute unsqueeze squeeze squeeze.dim squeeze.dims diagonal unfold select.int "
+    "slice.Tensor expand"
+)
+for _name in _WITH_COPIES.split():
+    _packet, _, _overload = _name.partition(".")
+    _copied(_name, f"{_packet}_copy" + (f".{_overload}" if _overload else ""))

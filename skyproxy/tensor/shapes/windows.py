@@ -5,6 +5,8 @@ See `shapes.rules`; this module adds to its table.
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 from collections.abc import Sequence
 
@@ -15,14 +17,69 @@ from skyproxy.tensor.shapes.attention import RULES
 from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride
 from skyproxy.tensor.shapes.networks import FULL_PRECISION, whole_floats
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
-from skyproxy.tensor.shapes.selections import fresh, plain, suggests_row_major
+from skyproxy.tensor.shapes.selections import are_integers, fresh, plain, suggests_row_major
 from skyproxy.tensor.shapes.strides import suggests_channels_last
+from skyproxy.torch_codec import contiguous_stride
+
+_Steps = tuple[tuple[int, int], ...]
+"""For each dimension that a window moves along: how far beyond its beginning it must reach, and how far it moves."""
 
 
-def _pair(values: Sequence[int], otherwise: Sequence[int] = ()) -> tuple[int, ...] | None:
-    values = values or otherwise
-    if type(values) is list and len(values) == 2 and type(values[0]) is type(values[1]) is int:
-        return values[0], values[1]
+def _steps_of(rank: int, halves: bool, *rows: Sequence[int]) -> _Steps | None:
+    """Return the steps of a window; None where its numbers are none.
+
+    Args:
+        rank: the number of dimensions; a single number stands for all of them.
+        halves: whether padding must not be more than half of the kernel, as in pooling.
+        rows: kernel, stride, padding and dilation.
+    """
+    for row in rows:
+        for n in row:
+            if type(n) is not int:
+                return None
+    return _remembered_steps(rank, halves, *map(tuple, rows))
+
+
+@functools.lru_cache(1024)
+def _remembered_steps(rank: int, halves: bool, *given: Ints) -> _Steps | None:
+    """What is said above, of numbers that come again with every new shape."""
+    rows = [a * rank if len(a) == 1 else a for a in given]
+    if not all(len(a) == rank for a in rows):
+        return None
+    sides, steps, pads, gaps = rows
+    if min(*sides, *steps, *gaps) < 1 or min(pads) < 0 or (halves and any(2 * p > k for p, k in zip(pads, sides))):
+        return None
+    return tuple((g * (k - 1) + 1 - 2 * p, s) for k, s, p, g in zip(sides, steps, pads, gaps))
+
+
+def _places(area: Ints, steps: _Steps) -> Ints | None:
+    """Return in how many places of an area a window fits; None where it fits nowhere."""
+    found = tuple([(n - reach) // step + 1 for n, (reach, step) in zip(area, steps)])
+    return found if min(found) > 0 else None
+
+
+def _pooled_area(area: Ints, rank: int, rows: Sequence[Sequence[int]], ceil: bool) -> Ints | None:
+    """Return the area of what pooling gives.
+
+    Args:
+        rows: kernel, stride, padding and dilation.
+        ceil: whether the last window may begin inside and end outside; it does not begin in the padding behind.
+    """
+    steps = _steps_of(rank, True, *rows)
+    found = None if steps is None else _places(area, steps)
+    if not ceil or found is None or steps is None:
+        return found
+    pads = [*rows[2]] * (rank // len(rows[2]))
+    sides = zip(area, steps, pads, strict=True)
+    return tuple([_places_up(n, reach, step, pad) for n, (reach, step), pad in sides])
+
+
+def _places_up(n: int, reach: int, step: int, pad: int) -> int:
+    found = -((reach - n) // step) + 1
+    return found - 1 if (found - 1) * step >= n + pad else found
+
+
+def _pair(values: Sequence[int]) -> tuple[int, ...] | None:
     if type(values) not in (list, tuple) or len(values) not in (1, 2) or not all(type(n) is int for n in values):
         return None
     return tuple(values) * 2 if len(values) == 1 else tuple(values)
@@ -31,31 +88,23 @@ def _pair(values: Sequence[int], otherwise: Sequence[int] = ()) -> tuple[int, ..
 def _pooled_size(
     x: Meta, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool
 ) -> tuple[int, ...] | None:
-    sides = _pair(kernel)
-    steps, pads, gaps = _pair(stride, kernel), _pair(padding, [0]), _pair(dilation, [1])
-    if None in (sides, steps, pads, gaps) or ceil or not plain(x) or x.dtype not in FLOATS or len(x.size) != 4:
+    if not plain(x) or x.dtype not in FLOATS or len(x.size) not in (3, 4):
         return None
-    assert sides is not None
-    assert steps is not None
-    assert pads is not None
-    assert gaps is not None
-    if min(sides) < 1 or min(steps) < 1 or min(gaps) < 1 or any(p < 0 or 2 * p > k for p, k in zip(pads, sides)):
-        return None
-    area = [(n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], sides, steps, pads, gaps)]
-    return (*x.size[:2], *area) if min(area) > 0 else None
+    area = _pooled_area(x.size[-2:], 2, (kernel, stride or kernel, padding, dilation), ceil)
+    return None if area is None else x.size[:-2] + area
 
 
-def _result_in_format(x: Meta, size: tuple[int, ...], dtype: torch.dtype) -> tuple[Meta, None]:
-    """A result in the format that `suggest_memory_format` reads from the input."""
-    stride = channels_last_stride(size) if suggests_channels_last(x.size, x.stride) else None
-    return plain_meta(size, dtype, stride), None
+def _results_in_format(x: Meta, size: Ints, *dtypes: torch.dtype) -> RuleResult:
+    """Results in the format that `suggest_memory_format` reads from the input."""
+    stride = (channels_last_stride if suggests_channels_last(x.size, x.stride) else contiguous_stride)(size)
+    return [(plain_meta(size, dtype, stride), None) for dtype in dtypes]
 
 
 @rule("channel_shuffle native_channel_shuffle")
 def _channel_shuffle(x: Meta, groups: int) -> RuleResult:
     """Always a fresh tensor, where the formula that fake tensors take may be a view of the input."""
     fits = plain(x) and x.dtype in FLOATS and len(x.size) > 2 and 0 not in x.size and groups > 0
-    return [_result_in_format(x, x.size, x.dtype)] if fits and not x.size[1] % groups else None
+    return _results_in_format(x, x.size, x.dtype) if fits and not x.size[1] % groups else None
 
 
 @rule("max_pool2d_with_indices")
@@ -68,7 +117,7 @@ def _max_pool(
     ceil: bool = False,
 ) -> RuleResult:
     size = _pooled_size(x, kernel, stride, padding, dilation, ceil)
-    return None if size is None else [_result_in_format(x, size, x.dtype), _result_in_format(x, size, torch.int64)]
+    return None if size is None else _results_in_format(x, size, x.dtype, torch.int64)
 
 
 @rule("avg_pool2d")
@@ -82,21 +131,16 @@ def _avg_pool(
     divisor: object = None,
 ) -> RuleResult:
     size = _pooled_size(x, kernel, stride, padding, (1,), ceil) if divisor is None else None
-    return None if size is None else [_result_in_format(x, size, x.dtype)]
+    return None if size is None else _results_in_format(x, size, x.dtype)
 
 
 def _pooled_volume(
     x: Meta, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil: bool
 ) -> Ints | None:
-    rows = [list(a) * 3 if len(a) == 1 else list(a) for a in (kernel, stride or kernel, padding, dilation)]
-    fits = whole_floats(x) and suggests_row_major(x) and len(x.size) in (4, 5) and not ceil
-    if not fits or not all(len(a) == 3 and all(type(n) is int for n in a) for a in rows):
+    if len(x.size) not in (4, 5) or not whole_floats(x) or not suggests_row_major(x):
         return None
-    sides, steps, pads, gaps = rows
-    if min(*sides, *steps, *gaps) < 1 or any(p < 0 or 2 * p > k for p, k in zip(pads, sides)):
-        return None
-    area = [(n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[-3:], sides, steps, pads, gaps)]
-    return (*x.size[:-3], *area) if min(area) > 0 else None
+    area = _pooled_area(x.size[-3:], 3, (kernel, stride or kernel, padding, dilation), ceil)
+    return None if area is None else x.size[:-3] + area
 
 
 @rule("max_pool3d_with_indices")
@@ -139,8 +183,35 @@ def _affine_grid(theta: Meta, size: Sequence[int], aligned: object) -> RuleResul
 @rule("_adaptive_avg_pool2d")
 def _adaptive_pool(x: Meta, size: Sequence[int]) -> RuleResult:
     area = _pair(size)
-    fits = area is not None and whole_floats(x) and len(x.size) == 4 and suggests_row_major(x)
-    return [fresh((*x.size[:2], *area), x.dtype)] if fits and area is not None and min(area) > 0 else None
+    fits = area is not None and plain(x) and x.dtype in FLOATS and len(x.size) in (3, 4)
+    return _results_in_format(x, (*x.size[:-2], *area), x.dtype) if fits and area and min(area) > 0 else None
+
+
+@rule("_adaptive_avg_pool3d")
+def _adaptive_pool_of_volumes(x: Meta, size: Sequence[int]) -> RuleResult:
+    fits = whole_floats(x) and len(x.size) in (4, 5) and suggests_row_major(x) and are_integers(size) and len(size) == 3
+    return [fresh((*x.size[:-3], *size), x.dtype)] if fits and min(size) > 0 else None
+
+
+@rule("adaptive_max_pool3d")
+def _adaptive_maximum_of_volumes(x: Meta, size: Sequence[int]) -> RuleResult:
+    found = _adaptive_pool_of_volumes(x, size)
+    return None if found is None else [*found, fresh((*x.size[:-3], *size), torch.int64)]
+
+
+@rule("grid_sampler_3d")
+def _sampled_volumes(x: Meta, grid: Meta, *rest: object) -> RuleResult:
+    fits = whole_floats(x, grid) and len(x.size) == len(grid.size) == 5 and x.size[0] == grid.size[0]
+    return [fresh((*x.size[:2], *grid.size[1:4]), x.dtype)] if fits and grid.size[4] == 3 else None
+
+
+@rule("conv_tbc")
+def _convolution_by_time(x: Meta, weight: Meta, bias: Meta, pad: int = 0) -> RuleResult:
+    fits = whole_floats(x, weight, bias) and len(x.size) == len(weight.size) == 3 and type(pad) is int and pad >= 0
+    if not fits or x.size[2] != weight.size[1] or bias.size != weight.size[2:]:
+        return None
+    time = x.size[0] - weight.size[0] + 1 + 2 * pad
+    return [fresh((time, x.size[1], weight.size[2]), x.dtype)] if time > 0 else None
 
 
 @rule(
@@ -150,7 +221,7 @@ def _adaptive_pool(x: Meta, size: Sequence[int]) -> RuleResult:
 def _resampling(x: Meta, size: Sequence[int], *scales: object) -> RuleResult:
     fits = plain(x) and x.dtype in FLOATS and len(x.size) == len(size) + 2
     fits = fits and all(type(n) is int and n > 0 for n in size)
-    return [_result_in_format(x, (*x.size[:2], *size), x.dtype)] if fits else None
+    return _results_in_format(x, (*x.size[:2], *size), x.dtype) if fits else None
 
 
 @rule(
@@ -187,16 +258,9 @@ def _convolution_size(
         or (bias is not None and bias.size != weight.size[:1])
     ):
         return None
-    spread = [list(a) * rank if len(a) == 1 else list(a) for a in (stride, padding, dilation)]
-    if any(len(a) != rank or not all(type(n) is int for n in a) for a in spread):
-        return None
-    steps, pads, gaps = spread
-    if min(steps) < 1 or min(pads) < 0 or min(gaps) < 1:
-        return None
-    area = [
-        (n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], weight.size[2:], steps, pads, gaps)
-    ]
-    return (x.size[0], weight.size[0], *area) if min(area) > 0 else None
+    steps = _steps_of(rank, False, weight.size[2:], stride, padding, dilation)
+    area = None if steps is None else _places(x.size[2:], steps)
+    return None if area is None else (x.size[0], weight.size[0], *area)
 
 
 @rule("convolution")
@@ -252,43 +316,46 @@ def _transposed_convolution_size(
     parts = [t for t in (weight, bias) if t is not None]
     rank = len(x.size) - 2
     fits = whole_floats(x, *parts) and x.dtype in FULL_PRECISION and type(groups) is int and groups > 0
-    fits = fits and rank in (1, 2) and len(weight.size) == rank + 2 and not x.size[1] % groups
+    fits = fits and rank in (1, 2, 3) and len(weight.size) == rank + 2 and not x.size[1] % groups
     if not fits or not suggests_row_major(x) or not suggests_row_major(weight) or x.size[1] != weight.size[0]:
         return None
     channels = weight.size[1] * groups
-    rows = [list(a) * rank if len(a) == 1 else list(a) for a in (stride, padding, dilation, extra)]
-    if any(len(a) != rank or not all(type(n) is int for n in a) for a in rows):
-        return None
-    steps, pads, gaps, more = rows
     if bias is not None and bias.size != (channels,):
         return None
-    if (
-        min(steps) < 1
-        or min(pads) < 0
-        or min(gaps) < 1
-        or min(more) < 0
-        or any(m >= max(s, g) for m, s, g in zip(more, steps, gaps))
-    ):
+    rows = stride, padding, dilation, extra
+    steps = _transposed_steps(rank, weight.size[2:], *map(tuple, rows)) if all(map(are_integers, rows)) else None
+    if steps is None:
         return None
-    area = [
-        (n - 1) * s - 2 * p + g * (k - 1) + m + 1
-        for n, k, s, p, g, m in zip(x.size[2:], weight.size[2:], steps, pads, gaps, more)
-    ]
+    area = [n * step + more for n, (step, more) in zip(x.size[2:], steps)]
     return (x.size[0], channels, *area) if min(area) > 0 else None
+
+
+@functools.lru_cache(1024)
+def _transposed_steps(
+    rank: int, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, extra: Ints
+) -> _Steps | None:
+    """Return, for each dimension, by what a size is multiplied, and how much is added; None where numbers are none."""
+    rows = [a * rank if len(a) == 1 else a for a in (stride, padding, dilation, extra)]
+    if any(len(a) != rank for a in rows):
+        return None
+    steps, pads, gaps, more = rows
+    if min(*steps, *gaps) < 1 or min(*pads, *more) < 0 or any(m >= max(s, g) for m, s, g in zip(more, steps, gaps)):
+        return None
+    return tuple((s, g * (k - 1) + m + 1 - 2 * p - s) for k, s, p, g, m in zip(kernel, steps, pads, gaps, more))
 
 
 @rule("im2col")
 def _columns(
     x: Meta, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
 ) -> RuleResult:
-    sides, gaps, pads, steps = (_pair(a) for a in (kernel, dilation, padding, stride))
-    if sides is None or gaps is None or pads is None or steps is None or not plain(x) or x.dtype not in FLOATS:
+    if not plain(x) or x.dtype not in FLOATS or len(x.size) != 4:
         return None
-    if len(x.size) != 4 or min(*sides, *gaps, *steps) < 1 or min(pads) < 0:
+    steps = _steps_of(2, False, kernel, stride, padding, dilation)
+    area = None if steps is None else _places(x.size[2:], steps)
+    if area is None:
         return None
-    area = [(n + 2 * p - g * (k - 1) - 1) // s + 1 for n, k, s, p, g in zip(x.size[2:], sides, steps, pads, gaps)]
-    size = (x.size[0], x.size[1] * sides[0] * sides[1], area[0] * area[1])
-    return [fresh(size, x.dtype)] if min(area) > 0 else None
+    window = math.prod(kernel) ** (2 // len(kernel))
+    return [fresh((x.size[0], x.size[1] * window, area[0] * area[1]), x.dtype)]
 
 
 @rule("max_pool1d")
@@ -300,14 +367,10 @@ def _max_pool_of_lines(
     dilation: Sequence[int] = (1,),
     ceil: bool = False,
 ) -> RuleResult:
-    options = (kernel, stride or kernel, padding, dilation)
-    if ceil or not plain(x) or x.dtype not in FLOATS or len(x.size) not in (2, 3) or any(len(a) != 1 for a in options):
+    if not plain(x) or x.dtype not in FLOATS or len(x.size) not in (2, 3):
         return None
-    (length,), (step,), (pad,), (gap,) = options
-    if length < 1 or step < 1 or gap < 1 or not 0 <= 2 * pad <= length:
-        return None
-    count = (x.size[-1] + 2 * pad - gap * (length - 1) - 1) // step + 1
-    return [fresh((*x.size[:-1], count), x.dtype)] if count > 0 else None
+    places = _pooled_area(x.size[-1:], 1, (kernel, stride or kernel, padding, dilation), ceil)
+    return None if places is None else [fresh(x.size[:-1] + places, x.dtype)]
 
 
 __all__ = ["RULES", "convolved"]

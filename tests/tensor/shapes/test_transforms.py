@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,24 @@ ALGEBRA: dict[str, Arguments] = {
     "linalg_qr": lambda x: (x,),
     "linalg_qr of a square": lambda x: (_square(x),),
     "linalg_matrix_exp": lambda x: (_square(x),),
+    "_linalg_solve_ex of vectors": lambda x: (_square(x), _square(x)[..., 0]),
+    "linalg_qr complete": lambda x: (x, "complete"),
+    "linalg_qr without vectors": lambda x: (x, "r"),
+    "_linalg_svd": lambda x: (x,),
+    "_linalg_svd whole": lambda x: (x, True),
+    "_linalg_svd without vectors": lambda x: (x, False, False),
+    "linalg_eig": lambda x: (_square(x),),
+    "_linalg_eigvals": lambda x: (_square(x),),
+    "linalg_lu": lambda x: (x,),
+    "linalg_lu_factor_ex": lambda x: (x,),
+    "lu_unpack": lambda x: (x, _pivots(x)),
+    "lu_unpack without matrices": lambda x: (x, _pivots(x), False),
+    "lu_unpack without pivots": lambda x: (x, _pivots(x), True, False),
+    "linalg_lu_solve": lambda x: (_square(x), _pivots(_square(x)), _square(x)[..., :2]),
+    "cholesky_solve": lambda x: (_square(x)[..., :1], _square(x)),
+    "cholesky_inverse": lambda x: (_square(x),),
+    "linalg_householder_product": lambda x: (_square(x), _square(x)[..., 0, :]),
+    "geqrf": lambda x: (x,),
 }
 TRANSFORMS: dict[str, Arguments] = {
     "_fft_r2c": lambda x: (x, [x.dim() - 1], 0, True),
@@ -39,6 +58,10 @@ TRANSFORMS: dict[str, Arguments] = {
     "_fft_c2r": lambda x: (torch.complex(x, x), [x.dim() - 1], 0, 2 * x.shape[-1] - 1),
     "_fft_c2c": lambda x: (torch.complex(x, x), [x.dim() - 1], 0, True),
 }
+
+
+def _pivots(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(*x.shape[:-2], min(x.shape[-2:]), dtype=torch.int32)
 
 
 def _matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -67,3 +90,46 @@ def test_a_cross_product_looks_as_pytorch_makes_it(dim: int) -> None:
     for x in (torch.ones(3, 3, 3), torch.ones(3, 3, 3).transpose(0, 2), torch.ones(3, 3).expand(3, 3, 3)):
         assert answer_of("linalg_cross", (x, x), {"dim": dim}) is not None
         assert mismatch("linalg_cross", (x, x), {"dim": dim}) is None
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_solutions_lie_as_pytorch_makes_them_on_both_sides(left: bool) -> None:
+    for x in _matrices(torch.float32):
+        square = _square(x)
+        for other in (square[..., :1], square[..., :2], square.mT):
+            b = other if left else other.mT
+            assert mismatch("_linalg_solve_ex", (square, b), {"left": left}) is None
+            assert mismatch("linalg_lu_solve", (square, _pivots(square), b), {"left": left}) is None
+            options = {"upper": True, "left": left}
+            assert answer_of("linalg_solve_triangular", (square, b), options) is not None
+            assert mismatch("linalg_solve_triangular", (square, b), options) is None
+
+
+def _any_order(size: list[int], dtype: torch.dtype, draw: random.Random) -> torch.Tensor:
+    """A tensor in a drawn order of memory, perhaps with gaps, idle strides, or one dimension that is expanded."""
+    order = draw.sample(range(len(size)), len(size))
+    x = torch.ones([size[d] for d in order], dtype=dtype).permute([order.index(d) for d in range(len(size))])
+    kind = draw.randrange(4)
+    if kind == 1:
+        return x.repeat_interleave(2, -1)[..., ::2]
+    if kind == 2:
+        return x.as_strided(size, [draw.choice((1, 3, 100)) if n == 1 else s for n, s in zip(size, x.stride())])
+    return x.narrow(draw.randrange(len(size)), 0, 1).expand(size) if kind == 3 else x
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="other libraries leave results in other orders")
+@pytest.mark.parametrize("seed", range(3))
+def test_transforms_along_any_dimensions_lie_as_pytorch_makes_them(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(300):
+        size = [draw.choice((1, 1, 2, 3, 4)) for _ in range(draw.randint(1, 5))]
+        dims = draw.sample(range(len(size)), draw.randint(1, min(3, len(size))))
+        real, whole = _any_order(size, torch.float32, draw), _any_order(size, torch.complex64, draw)
+        calls: dict[str, tuple[Any, ...]] = {
+            "_fft_r2c": (real, dims, 0, draw.random() < 0.8),
+            "_fft_c2c": (whole, dims, 0, True),
+            "_fft_c2r": (whole, dims, 0, 2 * size[dims[-1]] - 1),
+        }
+        for name, args in calls.items():
+            assert answer_of(name, args, {}) is not None
+            assert mismatch(name, args, {}) is None
