@@ -386,8 +386,10 @@ def _new_empty_strided(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kw
 def _range(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
     """`torch.range(out=)`, whose own form no worker runs: its kernel trusts its arguments."""
     out = kwargs["out"]
-    made = functools.partial(aten.range.step, dtype=out.dtype, device=out.device)
-    return _fill_from(made(*args), out, info.name)
+    values = aten.range.step(*args, dtype=out.dtype, device=out.device)
+    if values.numel() == out.numel():
+        values = values.view(out.shape)  # an `out` of as many elements keeps its shape
+    return _fill_from(values, out, info.name)
 
 
 for _name, _function in _COMPOSITES.items():

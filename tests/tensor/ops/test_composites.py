@@ -262,3 +262,13 @@ def test_copies_of_parts_are_not_written_where_gradients_are_wanted(sky1: str) -
             torch.unbind_copy(x, out=parts)
         assert [part.tolist() for part in parts] == [[1.0] * 3] * 2
     assert messages[0] == messages[1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
+def test_a_range_into_a_view_of_as_many_elements_keeps_its_shape(sky1: str) -> None:
+    ours, theirs = torch.zeros(2, 3, device=sky1), torch.zeros(2, 3)
+    into, there = ours.narrow(1, 1, 2), theirs.narrow(1, 1, 2)
+    torch.range(0, 3, out=into, device=sky1)
+    torch.range(0, 3, out=there)
+    assert torch.equal(ours.cpu(), theirs)
+    assert into.shape == there.shape
