@@ -108,7 +108,8 @@ def _alignments(given: dict[str, Any]) -> None:
 
 @_checks("_cdist_backward")
 def _distances_of_two(given: dict[str, Any]) -> None:
-    left, right, grad, distances = (given[name] for name in ("x1", "x2", "grad", "cdist"))
+    gradient = "grad_output" if "grad_output" in given else "grad"  # the former from torch 2.15 on
+    left, right, grad, distances = (given[name] for name in ("x1", "x2", gradient, "cdist"))
     require(left.dim() >= 2 and right.dim() >= 2 and left.shape[-1] == right.shape[-1], "points have one dimension")
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     size = (*batch, left.shape[-2], right.shape[-2])
@@ -117,7 +118,7 @@ def _distances_of_two(given: dict[str, Any]) -> None:
     fits = more >= 0 and tuple(grad.shape) == (1,) * more + size and tuple(distances.shape) == size
     require(fits, f"the distances are not of {list(size)}")
     require(left.dtype is right.dtype is grad.dtype is distances.dtype, "points and distances are of one type")
-    given["grad"], given["cdist"] = grad.reshape(size).contiguous(), distances.contiguous()
+    given[gradient], given["cdist"] = grad.reshape(size).contiguous(), distances.contiguous()
 
 
 @_checks("_cummax_helper", "_cummin_helper")
