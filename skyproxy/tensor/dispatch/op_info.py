@@ -166,24 +166,30 @@ _TAKE_WHOLE_NUMBERS = (
     "aten::take",
 )
 """Names of what takes positions or bits: to these, floating point may be the mistake."""
-_NOT_TRIED_WORDS = (
-    *("_ctc", "attention", "backward", "bag", "grouped", "gru", "int4", "int8", "jagged", "lstm", "mkldnn", "nested"),
-    *("pack", "quant", "rnn", "segment", "sparse", "unpool", "validate"),
+_TRIED = frozenset(
+    "aten::" + name
+    for words in (
+        "add addbmm addmm addmv addr baddbmm bmm convolution dist div dot linalg_cross linear mm mul mv sub trace vdot",
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d",
+        "_cdist_forward _fft_c2c _fft_c2r _fft_r2c _pdist_forward bucketize grid_sampler_2d grid_sampler_3d histc",
+        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky linalg_cholesky_ex linalg_eig",
+        "linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular",
+        "_log_softmax _softmax log_softmax logcumsumexp logsumexp native_group_norm native_layer_norm softmax",
+        "_prelu_kernel celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid_forward mish",
+        "relu silu softplus softshrink threshold",
+        "aminmax all amax amin any argmax argmin count_nonzero cummax cummin cumprod cumsum kthvalue max mean median",
+        "min mode nanmedian nansum prod quantile sort std std_mean sum topk var var_mean",
+        "binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss multi_margin_loss smooth_l1_loss",
+        "nll_loss2d_forward nll_loss_forward soft_margin_loss",
+        "embedding gather index_add index_copy index_fill index_reduce index_select take",
+        "scatter scatter_add scatter_reduce linalg_vector_norm norm renorm",
+        "max_pool2d_with_indices max_pool3d_with_indices reflection_pad1d reflection_pad2d replication_pad1d",
+        "replication_pad2d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest2d",
+    )
+    for name in words.split()
 )
-_NOT_TRIED = (
-    "aten::_embedding",
-    "aten::_foreach_",
-    "aten::_fused",
-    "aten::_scaled",
-    "aten::_sparse",
-    "aten::_thnn",
-    "aten::copy",
-    "aten::empty",
-    "aten::_to_copy",
-    "aten::resize",
-    "aten::set_",
-)
-"""Operations that take any dtype, or whose kernels read where the values say, of which there are none here."""
+"""Ops that compute no element for itself alone and may run here on numbers that mean nothing: no value leads their
+kernels out of their operands, and they do nothing else than compute. What warns is not here: it would warn twice."""
 
 Special = Callable[..., object]
 SPECIALS: dict[str, Special] = {}
@@ -386,13 +392,9 @@ def is_decomposed(name: str) -> bool:
 
 def _may_be_tried(name: str, func: OpOverload) -> bool:
     """Return whether the kernel of an op may run here, for no other effect than its error."""
-    return (
-        name.startswith("aten::")
-        and not name.startswith(_NOT_TRIED)
-        and not func.is_view
-        and torch.Tag.nondeterministic_seeded not in func.tags
-        and not any(word in name for word in _NOT_TRIED_WORDS)
-    )
+    if not name.startswith("aten::") or func.is_view or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return torch.Tag.pointwise in func.tags or name.partition(".")[0].removesuffix("_") in _TRIED
 
 
 def _rule_of_view(func: OpOverload) -> Rule | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -429,35 +428,6 @@ def test_sigterm_says_goodbye_and_ends_everything(tmp_path: Path) -> None:
         assert "Traceback" not in worker.log
     finally:
         worker.end()
-
-
-@pytest.mark.timeout(400)  # it loads torch twice
-def test_a_template_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    worker = Worker(tmp_path)
-    try:
-        (template,) = worker.children()
-        with worker.connect() as node:
-            tensor = ones(node, 3)
-            os.kill(template, signal.SIGKILL)
-            assert tensor.sum().item() == 3
-            # It loads torch anew, which on a busy machine takes longer than a client waits for its greeting.
-            with wait_for(lambda: _connected(worker), "sessions can be started again", 200) as other:
-                assert ones(other, 2).sum().item() == 2
-                running = worker.children()
-            wait_for(lambda: len(worker.children()) == 2, "the other session's process ends")
-            # The one that was started for the other client stays without it.
-            with worker.connect() as third:
-                assert len(worker.children() & running) == 2
-                assert ones(third, 2).sum().item() == 2
-            assert tensor.sum().item() == 3
-    finally:
-        worker.end()
-
-
-def _connected(worker: Worker) -> skyproxy.Node | None:
-    with contextlib.suppress(ConnectError):
-        return worker.connect()
-    return None
 
 
 def test_a_choice_of_devices_that_cannot_be_met_is_told(tmp_path: Path) -> None:

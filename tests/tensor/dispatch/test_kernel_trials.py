@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+
+from skyproxy.tensor.dispatch.op_info import info_of
 
 MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "a softmax of integers": lambda x, i: i.softmax(0),
@@ -67,3 +70,27 @@ def test_what_kernels_take_is_tried_once_and_waits_for_nothing(sky: str) -> None
         part.float().index_select(0, part - 1), torch.zeros(6, device=sky).gather(0, part), part.clamp(1, 2), part.max()
         torch.full_like(i, 3)
     assert torch.sky.stats()["round_trips"] == before
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        torch.ops.aten.linalg_lu_solve.default,
+        torch.ops.aten.linalg_ldl_solve.default,
+        torch.ops.aten._convert_indices_from_csr_to_coo.default,
+        torch.ops.aten.bernoulli.default,
+        torch.ops.aten._print.default,
+    ],
+    ids=str,
+)
+def test_kernels_that_follow_values_or_do_more_than_compute_are_not_tried(op: torch._ops.OpOverload) -> None:
+    assert not info_of(op).is_tried
+
+
+def test_a_kernel_that_is_tried_warns_once(sky: str) -> None:
+    target, chosen = torch.zeros(4).to(sky), torch.tensor([1, 0, 1, 0], dtype=torch.uint8).to(sky)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        target.index_put_((chosen,), torch.ones(2, device=sky))
+        torch.sky.synchronize()
+    assert len(given) == 1
