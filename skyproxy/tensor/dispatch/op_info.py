@@ -171,7 +171,7 @@ _TRIED = frozenset(
     for words in (
         "add addbmm addmm addmv addr baddbmm bmm convolution dist div dot linalg_cross linear mm mul mv sub trace vdot",
         "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d",
-        "_cdist_forward _fft_c2c _fft_c2r _fft_r2c _pdist_forward bucketize grid_sampler_2d grid_sampler_3d histc",
+        "_cdist_forward _fft_c2c _fft_c2r _fft_r2c _pdist_forward bucketize grid_sampler_2d grid_sampler_3d",
         "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky linalg_cholesky_ex linalg_eig",
         "linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular",
         "_log_softmax _softmax log_softmax logcumsumexp logsumexp native_group_norm native_layer_norm softmax",

@@ -149,7 +149,7 @@ def _unary(target: Meta, *numbers: object, **named: object) -> RuleResult:
 
 
 @rule("relu_ abs_ neg_ sign_ square_ zero_")
-def _of_integers(target: Meta) -> RuleResult:
+def _integers_in_place(target: Meta) -> RuleResult:
     return _target_if(keeps_target(target)) if target.dtype in INTEGERS else _unary(target)
 
 

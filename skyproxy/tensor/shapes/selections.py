@@ -310,7 +310,7 @@ def _positions(repeats: Meta, *, output_size: int | None = None) -> RuleResult:
 
 
 @rule("narrow_copy")
-def _narrowed(x: Meta, dim: int, start: object, length: object) -> RuleResult:
+def _narrow_copy(x: Meta, dim: int, start: object, length: object) -> RuleResult:
     at = axis_of(x, dim)
     if at is None or not plain(x) or type(start) is not int or type(length) is not int:
         return None

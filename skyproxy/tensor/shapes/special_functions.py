@@ -41,7 +41,7 @@ def _special(x: Meta) -> RuleResult:
     return _result((x,), fractional(x.dtype)) if fits else None
 
 
-def _of_complex_numbers(name: str) -> None:
+def _add_complex_form(name: str) -> None:
     """Register a rule for a function that knows of complex numbers beside the one for real ones."""
     of_real_numbers = RULES["aten::" + name]
 
@@ -51,11 +51,11 @@ def _of_complex_numbers(name: str) -> None:
 
 
 for _name in _OF_COMPLEX_NUMBERS.split():
-    _of_complex_numbers(_name)
+    _add_complex_form(_name)
 
 
 @rule("special_zeta special_zeta.other_scalar special_zeta.self_scalar igamma igammac")
-def _of_two(a: object, b: object) -> RuleResult:
+def _function_of_two(a: object, b: object) -> RuleResult:
     operands = (a, b)
     if not all(type(x) in (Meta, int, float) for x in operands):
         return None
@@ -111,7 +111,7 @@ def _outer_sum(x: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
 
 
 @rule("fake_quantize_per_tensor_affine_cachemask")
-def _quantized(x: Meta, scale: object, *numbers: object) -> RuleResult:
+def _fake_quantize(x: Meta, scale: object, *numbers: object) -> RuleResult:
     if not plain(x) or x.dtype is not torch.float32 or type(scale) is not float:
         return None
     stride = preserved_stride(x.size, x.stride)
@@ -120,10 +120,16 @@ def _quantized(x: Meta, scale: object, *numbers: object) -> RuleResult:
 
 @rule("rrelu_with_noise")
 def _random_leaks(
-    x: Meta, noise: Meta, lower: object = 0.125, upper: object = 1 / 3, training: object = False, generator: None = None
+    x: Meta,
+    noise: Meta,
+    lower: object = 0.125,
+    upper: object = 1 / 3,
+    training: object = False,
+    generator: object = None,
 ) -> RuleResult:
     fits = plain(x, noise) and x.dtype in FULL_PRECISION and noise.dtype is x.dtype and noise.size == x.size
-    if not fits or generator is not None:
+    # With another order of memory, the kernel lays `noise` out anew.
+    if not fits or generator is not None or not are_row_major(x, noise):
         return None
     return [fresh(x.size, x.dtype)]
 

@@ -29,7 +29,7 @@ def _can_be_transformed(x: Meta, dims: Sequence[int], dtypes: frozenset[torch.dt
     return fits and all(type(d) is int and 0 <= d < rank for d in dims) and len(set(dims)) == len(dims)
 
 
-def _transformed(x: Meta, dims: Sequence[int], size: Ints, dtype: torch.dtype, *, sorted_but: int) -> Meta:
+def _transform_look(x: Meta, dims: Sequence[int], size: Ints, dtype: torch.dtype, *, sorted_but: int) -> Meta:
     """Return what a transform gives, as `_exec_fft` lays it out: the dimensions that are not transformed come first,
     in the order of their strides, and then the others.
 
@@ -41,7 +41,7 @@ def _transformed(x: Meta, dims: Sequence[int], size: Ints, dtype: torch.dtype, *
     strides = x.stride
     turned = list(dims[: len(dims) - sorted_but])
     turned.sort(key=lambda d: -strides[d])
-    order = _partitioned(len(size), dims)
+    order = _other_dimensions(len(size), dims)
     order.sort(key=lambda d: -strides[d])
     order += [*turned, *dims[len(dims) - sorted_but :]]
     stride = [0] * len(size)
@@ -52,7 +52,7 @@ def _transformed(x: Meta, dims: Sequence[int], size: Ints, dtype: torch.dtype, *
     return plain_meta(size, dtype, tuple(stride))
 
 
-def _partitioned(rank: int, dims: Sequence[int]) -> list[int]:
+def _other_dimensions(rank: int, dims: Sequence[int]) -> list[int]:
     """Return the dimensions that are not among these, in the order in which `std::partition` leaves them."""
     order, first, last = list(range(rank)), 0, rank
     while True:
@@ -71,7 +71,7 @@ def _transform_of_real(x: Meta, dim: Sequence[int], norm: object, onesided: obje
         return None
     last = dim[-1]
     size = (*x.size[:last], x.size[last] // 2 + 1, *x.size[last + 1 :]) if onesided else x.size
-    return [(_transformed(x, dim, size, x.dtype.to_complex(), sorted_but=1), None)]
+    return [(_transform_look(x, dim, size, x.dtype.to_complex(), sorted_but=1), None)]
 
 
 @rule("_fft_c2r")
@@ -82,16 +82,16 @@ def _transform_to_real(x: Meta, dim: Sequence[int], norm: object, length: int) -
     if length // 2 + 1 != x.size[last]:
         return None
     if len(dim) > 1:  # in two steps
-        x = _transformed(x, dim[:-1], x.size, x.dtype, sorted_but=0)
+        x = _transform_look(x, dim[:-1], x.size, x.dtype, sorted_but=0)
     size = (*x.size[:last], length, *x.size[last + 1 :])
-    return [(_transformed(x, dim[-1:], size, x.dtype.to_real(), sorted_but=0), None)]
+    return [(_transform_look(x, dim[-1:], size, x.dtype.to_real(), sorted_but=0), None)]
 
 
 @rule("_fft_c2c")
 def _transform(x: Meta, dim: Sequence[int], norm: object, forward: object) -> RuleResult:
     if not _can_be_transformed(x, dim, _COMPLEX):
         return None
-    return [(_transformed(x, dim, x.size, x.dtype, sorted_but=0), None)]
+    return [(_transform_look(x, dim, x.size, x.dtype, sorted_but=0), None)]
 
 
 # --- linear algebra --------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def _cholesky_inverse(a: Meta, upper: object = False) -> RuleResult:
 
 
 @rule("linalg_householder_product")
-def _reflected(a: Meta, tau: Meta) -> RuleResult:
+def _householder_product(a: Meta, tau: Meta) -> RuleResult:
     fits = _are_matrices(a) and plain(tau) and tau.dtype is a.dtype and tau.size[:-1] == a.size[:-2]
     fits = fits and a.size[-2] >= a.size[-1] >= tau.size[-1] and len(tau.size) == len(a.size) - 1
     return [_column_look(a.size, a.dtype)] if fits else None

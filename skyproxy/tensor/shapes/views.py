@@ -236,7 +236,7 @@ def _negative(a: Meta) -> RuleResult:
 
 
 @_rule("view.dtype")
-def _reinterpreted(a: Meta, dtype: torch.dtype) -> RuleResult:
+def _view_as_dtype(a: Meta, dtype: torch.dtype) -> RuleResult:
     """As many bytes of another kind: of another width, the last dimension has more or fewer, as `view` says."""
     if not a.plain or type(dtype) is not torch.dtype or dtype in _BITS or a.dtype in _BITS:
         return None
@@ -273,7 +273,7 @@ def _view_as_complex(a: Meta) -> RuleResult:
     return [(plain_meta(a.size[:-1], whole, tuple(n // 2 for n in a.stride[:-1]), a.offset // 2), 0)]
 
 
-def _copied(view: str, copy: str) -> None:
+def _add_copy_rule(view: str, copy: str) -> None:
     """Register a rule for the form of a view that gives a row-major copy."""
     looks = VIEW_RULES["aten::" + view]
 
@@ -289,4 +289,4 @@ _WITH_COPIES = (
 )
 for _name in _WITH_COPIES.split():
     _packet, _, _overload = _name.partition(".")
-    _copied(_name, f"{_packet}_copy" + (f".{_overload}" if _overload else ""))
+    _add_copy_rule(_name, f"{_packet}_copy" + (f".{_overload}" if _overload else ""))

@@ -42,7 +42,7 @@ def _steps_of(rank: int, halves: bool, *rows: Sequence[int]) -> _Steps | None:
 
 @functools.lru_cache(1024)
 def _remembered_steps(rank: int, halves: bool, *given: Ints) -> _Steps | None:
-    """What is said above, of numbers that come again with every new shape."""
+    """Return the same for numbers that were checked before: they come again with every new shape."""
     rows = [a * rank if len(a) == 1 else a for a in given]
     if not all(len(a) == rank for a in rows):
         return None

@@ -105,15 +105,6 @@ def test_scalars_of_foreach_ops_may_lie_on_the_cpu(sky1: str) -> None:
     _same(update, sky1, tensors, [t + 1 for t in tensors], [t + 2 for t in tensors])
 
 
-def test_zeros_that_gradients_are_made_of_are_ordinary_zeros(sky1: str) -> None:
-    x = torch.linspace(-1, 1, 4, device=sky1).requires_grad_()
-    x.sgn().sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0.0] * 4
-    x.grad += 1
-    assert x.grad.tolist() == [1.0] * 4
-
-
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_packed_sequences_train_as_on_the_cpu(kind: str, batch_first: bool, sky1: str) -> None:

@@ -139,3 +139,18 @@ def test_a_missing_tangent_stays_zero_in_a_captured_program(sky1: str) -> None:
     compiled = torch.compile(program, backend="eager", fullgraph=True)
     found = compiled(at_infinity(sky1)).cpu()
     assert torch.equal(found.nan_to_num(), program(at_infinity("cpu")).nan_to_num())
+
+
+def test_gradients_that_are_zeros_are_those_of_the_cpu(sky1: str) -> None:
+    for device in ("cpu", sky1):
+        x = torch.linspace(-1, 1, 4, device=device).requires_grad_()
+        x.sgn().sum().backward()
+        assert x.grad is not None
+        assert x.grad._is_zerotensor()
+        with pytest.raises(RuntimeError, match="immutable"):
+            x.grad += 1
+        assert x.grad.clone().tolist() == [0.0] * 4
+        assert (x.grad + 1).tolist() == [1.0] * 4
+        x.grad = x.grad.clone()
+        x.grad += 1
+        assert x.grad.tolist() == [1.0] * 4
