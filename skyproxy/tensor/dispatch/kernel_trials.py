@@ -37,10 +37,10 @@ def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], m
     """
     if not info.is_tried:
         return True
+    if not info.takes_whole_numbers and _are_floating(args) and (not kwargs or _are_floating(kwargs.values())):
+        return True
     looks = [*_looks((*args, *kwargs.values()))]
     if not looks:
-        return True
-    if not info.takes_whole_numbers and all(look.dtype.is_floating_point for look in looks):
         return True
     key = (info, *((look.dtype, not look.size) for look in looks), *map(type, args), *kwargs)
     found = _tried.get(key)
@@ -56,6 +56,17 @@ def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], m
             _tried.clear()
         found = _tried[key] = any(_runs(info, args, kwargs, value, is_small) for value in (0, 1))  # none divides by 0
     return found
+
+
+def _are_floating(items: Iterable[object]) -> bool:
+    """Return whether all looks are of floating point; without generators, for each new shape is asked."""
+    for a in items:
+        if isinstance(a, Meta):
+            if not a.dtype.is_floating_point:
+                return False
+        elif type(a) in (list, tuple) and not _are_floating(a):  # type: ignore[arg-type]
+            return False
+    return True
 
 
 def _looks(items: Iterable[object]) -> Iterable[Meta]:
