@@ -34,6 +34,7 @@ def activate() -> None:
             group_norm,
             nested_batches,  # noqa: F401
             nested_tensors,
+            products,
             recurrent,
             set_storage,  # noqa: F401
             special_ops,
@@ -67,6 +68,7 @@ def activate() -> None:
         registration.register(sky_module.MODULE)
         attention.install(registration.library())
         group_norm.install(registration.library())
+        products.install(registration.library())
         recurrent.install(registration.library())
         special_ops.install(registration.library())
         composites.install(registration.library())

@@ -1,0 +1,124 @@
+"""Products of elements: gradients by the formula that PyTorch takes for tensors of its own.
+
+PyTorch asks whether an element is zero and divides the product by each element where none is. Of a tensor class it does
+not ask, and multiplies all other elements instead, which rounds otherwise. Here both are computed and the worker
+chooses, so that nobody waits; gradients of gradients wait, as on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import DispatchKey, OpOverload, function_transform_level, is_forward_ad_active
+
+_whole = torch.ops.aten.prod.default
+_along = torch.ops.aten.prod.dim_int
+
+
+class _Context(torch.autograd.function.FunctionCtx):
+    """Tensors and numbers that a forward keeps for its backward."""
+
+    dim: int | None
+    keeps_dim: bool
+    saved_tensors: tuple[torch.Tensor, ...]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context, x: torch.Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        result: torch.Tensor = _whole(x, dtype=dtype) if dim is None else _along(x, dim, keepdim, dtype=dtype)
+        ctx.dim, ctx.keeps_dim = dim, keepdim
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, result = ctx.saved_tensors
+        x, dim = x.to(gradient.dtype), ctx.dim
+        if x.dim() == 0:
+            return gradient, None, None, None
+        if dim is None:
+            return _gradient_of_whole(gradient, x, result), None, None, None
+        if not ctx.keeps_dim:
+            gradient, result = gradient.unsqueeze(dim), result.unsqueeze(dim)
+        zeros = x == 0
+        if torch.is_grad_enabled():
+            found = _multiply_others(gradient, x, dim) if zeros.any().item() else _divide(gradient, x, result)
+        else:
+            found = torch.where(zeros.any(), _multiply_others(gradient, x, dim), _divide(gradient, x, result))
+        return found, None, None, None
+
+
+def _gradient_of_whole(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    zeros = x == 0
+    if torch.is_grad_enabled():
+        if not zeros.any().item():
+            return _divide(gradient, x, result)
+        return _multiply_others(gradient, x.contiguous().view(-1), 0).view_as(x)
+    count = zeros.sum()
+    others = _multiply_others(gradient, x.contiguous().view(-1), 0).view_as(x)
+    return torch.where(count > 0, others.masked_fill(count > 1, 0), _divide(gradient, x, result))
+
+
+def _divide(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    return gradient * (result / x).conj()
+
+
+def _multiply_others(gradient: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the gradient times the product of what comes before and after each element."""
+    if x.numel() == 0:
+        return gradient.expand_as(x)
+    count = x.size(dim)
+    if count == 1:
+        return gradient
+    size = list(x.shape)
+    size[dim] = 1
+    ones = torch.ones(size, dtype=gradient.dtype, device=gradient.device)
+    before = torch.cat([ones, x.narrow(dim, 0, count - 1)], dim).cumprod(dim)
+    after = torch.cat([ones, x.narrow(dim, 1, count - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    return gradient * (before * after).conj()
+
+
+def _takes_stock(x: torch.Tensor) -> bool:
+    return (
+        type(x) is not RemoteTensor
+        or not (torch.is_grad_enabled() and x.requires_grad)
+        or function_transform_level() is not None
+        or is_forward_ad_active()
+    )
+
+
+def _call_stock(op: OpOverload, *args: object, **options: object) -> torch.Tensor:
+    """PyTorch's own autograd kernel, in whose place ours is registered."""
+    result: torch.Tensor = op._op_dk(DispatchKey.Autograd, *args, **options)
+    return result
+
+
+def product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`aten::prod` where gradients may be wanted; see there."""
+    if _takes_stock(x):
+        return _call_stock(_whole, x, dtype=dtype)
+    result: torch.Tensor = _Product.apply(x, None, False, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+def product_along(
+    x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """`aten::prod.dim_int` where gradients may be wanted; see there."""
+    if _takes_stock(x):
+        return _call_stock(_along, x, dim, keepdim, dtype=dtype)
+    result: torch.Tensor = _Product.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+def install(library: torch.library.Library) -> None:
+    """Put our gradients in the place of PyTorch's."""
+    library.impl("prod", product, "AutogradPrivateUse1")
+    library.impl("prod.dim_int", product_along, "AutogradPrivateUse1")
+
+
+__all__ = ["install"]
