@@ -113,6 +113,11 @@ def unwrap_gradients(value: Any) -> tuple[Any, int]:
     return value, count
 
 
+def name_gradients(function: type[torch.autograd.Function], name: str) -> None:
+    """Call the nodes that a function puts into graphs as PyTorch calls its own; programs and graph printers see it."""
+    function._backward_cls.__name__ = name
+
+
 def is_plain_convolution(*arguments: object) -> bool:
     """Return True if PyTorch's own kernel for images computes a convolution, and no library that it has for them."""
     plain = (torch._C._ConvBackend.Slow2d, torch._C._ConvBackend.SlowTranspose2d)  # type: ignore[attr-defined]
@@ -156,6 +161,7 @@ __all__ = [
     "math_attention_enabled",
     "maybe_resize_out",
     "mkldnn_enabled",
+    "name_gradients",
     "pytree",
     "rule_registry",
     "safe_copy_out",

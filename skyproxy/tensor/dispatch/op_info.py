@@ -93,6 +93,8 @@ _FAKED_WRONGLY = frozenset(
         "aten::_embedding_bag_forward_only",
         "aten::_grouped_mm",
         "aten::block_diag",
+        "aten::linspace",
+        "aten::logspace",
         "aten::max_unpool2d",
         "aten::mkldnn_rnn_layer",
         "aten::mkldnn_rnn_layer_backward",

@@ -37,8 +37,10 @@ from skyproxy.tensor.ops import cuda_attention
 aten = torch.ops.aten
 _FLASH = 1
 _NONE = -1
-_ADDS_A_BATCH = torch_versions.minor(torch.__version__) >= (2, 14)
-"""True if PyTorch makes four dimensions of three before it chooses, and views three in the result."""
+_ADDS_A_BATCH = _LOOKS_AT_MASK_FIRST = torch_versions.minor(torch.__version__) >= (2, 14)
+"""True if PyTorch makes four dimensions of three before it chooses, and views three in the result; and if it refuses a
+mask that is also causal before it looks for elements."""
+_MASK_AND_CAUSAL = "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
 _NO_BACKEND = (
     "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
     "kernel and the fused kernels."
@@ -158,8 +160,10 @@ def attention(
         batch = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         return attention(*batch, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
     if 0 in (*query.shape[:-1], *key.shape[:-1], *value.shape):
-        # As PyTorch does before it looks at the mask; the product keeps the three in the graph.
-        none = (query.sum() + key.sum() + value.sum()) * 0
+        if mask is not None and is_causal and _LOOKS_AT_MASK_FIRST:
+            raise RuntimeError(_MASK_AND_CAUSAL)
+        # The product keeps the three in the graph, as PyTorch's does.
+        none: torch.Tensor = aten.mul.Scalar(query.sum() + key.sum() + value.sum(), 0)
         return torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device) + none
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))

@@ -11,7 +11,12 @@ import threading
 import torch
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import DispatchKey, function_transform_level, is_forward_ad_active
+from skyproxy.tensor.core.torch_private import (
+    DispatchKey,
+    function_transform_level,
+    is_forward_ad_active,
+    name_gradients,
+)
 from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 _op = torch.ops.aten.native_group_norm.default
@@ -57,6 +62,9 @@ class _ChannelsLast(torch.autograd.Function):
         if torch.is_grad_enabled():  # for gradients of gradients
             return (*_differentiable_gradients(ctx, gradient), *[None] * len(ctx.numbers))
         return _gradients(ctx, gradient)
+
+
+name_gradients(_ChannelsLast, "NativeGroupNormBackward0")
 
 
 def _gradients(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -10,7 +10,13 @@ from __future__ import annotations
 import torch
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import DispatchKey, OpOverload, function_transform_level, is_forward_ad_active
+from skyproxy.tensor.core.torch_private import (
+    DispatchKey,
+    OpOverload,
+    function_transform_level,
+    is_forward_ad_active,
+    name_gradients,
+)
 
 _whole = torch.ops.aten.prod.default
 _along = torch.ops.aten.prod.dim_int
@@ -19,48 +25,62 @@ _along = torch.ops.aten.prod.dim_int
 class _Context(torch.autograd.function.FunctionCtx):
     """Tensors and numbers that a forward keeps for its backward."""
 
-    dim: int | None
+    dim: int
     keeps_dim: bool
     saved_tensors: tuple[torch.Tensor, ...]
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: _Context, x: torch.Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        result: torch.Tensor = _whole(x, dtype=dtype) if dim is None else _along(x, dim, keepdim, dtype=dtype)
+    def forward(ctx: _Context, x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        result: torch.Tensor = _whole(x, dtype=dtype)
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, result = ctx.saved_tensors
+        if x.dim() == 0:
+            return gradient, None
+        x = x.to(gradient.dtype)
+        zeros = x == 0
+        if torch.is_grad_enabled() and not zeros.any().item():
+            return _divide(gradient, x, result), None
+        others = _multiply_others(gradient, x.contiguous().view(-1), 0).view_as(x)
+        if torch.is_grad_enabled():
+            return others, None
+        count = zeros.sum()
+        return torch.where(count > 0, others.masked_fill(count > 1, 0), _divide(gradient, x, result)), None
+
+
+class _ProductAlong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: torch.Tensor, dim: int, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
+        result: torch.Tensor = _along(x, dim, keepdim, dtype=dtype)
         ctx.dim, ctx.keeps_dim = dim, keepdim
         ctx.save_for_backward(x, result)
         return result
 
     @staticmethod
-    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, result = ctx.saved_tensors
-        x, dim = x.to(gradient.dtype), ctx.dim
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (x, result), dim = ctx.saved_tensors, ctx.dim
         if x.dim() == 0:
             return gradient, None, None, None
-        if dim is None:
-            return _gradient_of_whole(gradient, x, result), None, None, None
+        x = x.to(gradient.dtype)
         if not ctx.keeps_dim:
             gradient, result = gradient.unsqueeze(dim), result.unsqueeze(dim)
-        zeros = x == 0
-        if torch.is_grad_enabled():
-            found = _multiply_others(gradient, x, dim) if zeros.any().item() else _divide(gradient, x, result)
+        has_zeros = (x == 0).any()
+        if not torch.is_grad_enabled():
+            found = torch.where(has_zeros, _multiply_others(gradient, x, dim), _divide(gradient, x, result))
+        elif has_zeros.item():
+            found = _multiply_others(gradient, x, dim)
         else:
-            found = torch.where(zeros.any(), _multiply_others(gradient, x, dim), _divide(gradient, x, result))
+            found = _divide(gradient, x, result)
         return found, None, None, None
 
 
-def _gradient_of_whole(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    zeros = x == 0
-    if torch.is_grad_enabled():
-        if not zeros.any().item():
-            return _divide(gradient, x, result)
-        return _multiply_others(gradient, x.contiguous().view(-1), 0).view_as(x)
-    count = zeros.sum()
-    others = _multiply_others(gradient, x.contiguous().view(-1), 0).view_as(x)
-    return torch.where(count > 0, others.masked_fill(count > 1, 0), _divide(gradient, x, result))
+name_gradients(_Product, "ProdBackward0")
+name_gradients(_ProductAlong, "ProdBackward1")
 
 
 def _divide(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -101,7 +121,7 @@ def product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tenso
     """`aten::prod` where gradients may be wanted; see there."""
     if _takes_stock(x):
         return _call_stock(_whole, x, dtype=dtype)
-    result: torch.Tensor = _Product.apply(x, None, False, dtype)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Product.apply(x, dtype)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -111,7 +131,7 @@ def product_along(
     """`aten::prod.dim_int` where gradients may be wanted; see there."""
     if _takes_stock(x):
         return _call_stock(_along, x, dim, keepdim, dtype=dtype)
-    result: torch.Tensor = _Product.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _ProductAlong.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -296,7 +296,10 @@ def _adaptive_maximum(x: Meta, area: Sequence[int]) -> RuleResult:
     return [_look_in_format_of(x, size, x.dtype), _look_in_format_of(x, size, torch.int64)]
 
 
-@rule("upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward")
+@rule(
+    "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward "
+    "_upsample_bilinear2d_aa_backward"
+)
 def _resampling(gradient: Meta, area: Sequence[int], size: Sequence[int], *rest: object) -> RuleResult:
     found = _plain_resampling(gradient, area, size)
     return None if found is None else [_look_in_format_of(gradient, tuple(size), gradient.dtype)]
@@ -309,7 +312,7 @@ def _resampling_of_lines(gradient: Meta, area: Sequence[int], size: Sequence[int
     return [fresh(tuple(size), gradient.dtype)] if fits else None
 
 
-@rule("upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward")
+@rule("upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward")
 def _plain_resampling(gradient: Meta, area: Sequence[int], size: Sequence[int], *rest: object) -> RuleResult:
     fits = _are_images(gradient) and len(size) == 4 and all(type(n) is int and n > 0 for n in (*size, *area))
     fits = fits and gradient.size == (*size[:2], *area)

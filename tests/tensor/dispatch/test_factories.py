@@ -197,3 +197,11 @@ def test_strides_of_what_has_no_second_element_may_be_any(
 ) -> None:
     local, remote = (torch.empty_strided(size, stride, device=device) for device in ("cpu", sky1))
     assert remote.stride() == local.stride()
+
+
+@pytest.mark.parametrize("factory", [torch.linspace, torch.logspace])
+def test_ends_that_are_tensors_choose_the_dtype(factory: Callable[..., torch.Tensor], sky1: str) -> None:
+    for end in (torch.tensor(2.0), torch.tensor(2), torch.tensor(1 + 2j)):
+        expected = factory(0, end, 4)
+        assert factory(0, end.to(sky1), 4, device=sky1).dtype is expected.dtype
+        assert torch.equal(factory(0, end.to(sky1), 4, device=sky1).cpu(), expected)

@@ -72,3 +72,11 @@ def test_under_transforms_it_is_pytorchs_own(sky1: str) -> None:
     x = torch.arange(1.0, 5.0).to(sky1)
     assert torch.func.grad(torch.prod)(x).tolist() == [24.0, 12.0, 8.0, 6.0]
     assert torch.func.jacfwd(torch.prod)(x).tolist() == [24.0, 12.0, 8.0, 6.0]
+
+
+def test_its_nodes_have_pytorchs_names(sky1: str) -> None:
+    for device in ("cpu", sky1):
+        x = torch.ones(2, 3, device=device, requires_grad=True)
+        nodes = [result.grad_fn for result in (x.prod(), x.prod(1))]
+        assert [type(node).__name__ for node in nodes] == ["ProdBackward0", "ProdBackward1"]
+        assert [node.name() for node in nodes if node is not None] == ["ProdBackward0", "ProdBackward1"]

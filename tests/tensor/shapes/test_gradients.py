@@ -65,6 +65,14 @@ IMAGES: dict[str, tuple[Layer, str]] = {
     "nearest": (lambda x: F.interpolate(x, scale_factor=2), "upsample_nearest2d_backward"),
     "bilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), "upsample_bilinear2d_backward"),
     "bicubic": (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), "upsample_bicubic2d_backward"),
+    "bilinear, smoothed": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True),
+        "_upsample_bilinear2d_aa_backward",
+    ),
+    "bicubic, smoothed": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="bicubic", antialias=True),
+        "_upsample_bicubic2d_aa_backward",
+    ),
     "padded": (lambda x: F.pad(x, (1, 2, 0, 1)), "constant_pad_nd"),
     "mirrored": (lambda x: F.pad(x, (1, 1, 2, 1), mode="reflect"), "reflection_pad2d_backward"),
     "repeated at its edges": (lambda x: F.pad(x, (1, 1, 2, 1), mode="replicate"), "replication_pad2d_backward"),
