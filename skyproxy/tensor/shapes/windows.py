@@ -103,7 +103,7 @@ def _results_in_format(x: Meta, size: Ints, *dtypes: torch.dtype) -> RuleResult:
 @rule("channel_shuffle native_channel_shuffle")
 def _channel_shuffle(x: Meta, groups: int) -> RuleResult:
     """Always a fresh tensor, where the formula that fake tensors take may be a view of the input."""
-    fits = plain(x) and x.dtype in FLOATS and len(x.size) > 2 and 0 not in x.size and groups > 0
+    fits = x.plain and len(x.size) > 2 and 0 not in x.size and groups > 0
     return _results_in_format(x, x.size, x.dtype) if fits and not x.size[1] % groups else None
 
 

@@ -165,6 +165,7 @@ def test_images_that_are_rolled_or_shuffled_lie_as_on_the_cpu(size: tuple[int, .
         lambda x: x.roll(1),
         lambda x: x.roll((1, 2), (0, 1)),
         lambda x: torch.nn.functional.channel_shuffle(x, 1),
+        lambda x: torch.nn.functional.channel_shuffle(torch.complex(x, x), 1),
     ):
         ours, theirs = compute(sent), compute(images)
         assert ours.stride() == theirs.stride()
