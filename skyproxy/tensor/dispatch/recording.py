@@ -235,7 +235,7 @@ def learn(
     if not takes_dtypes(info, looks, named, entry.made):
         return None
     if not entry.simple:
-        usual = entry.nothing > info.synchronizes or entry.listed is not None or entry.several is not None
+        usual = (entry.nothing and not info.synchronizes) or entry.listed is not None or entry.several is not None
         if not usual or len(entry.made) > _MANY_TENSORS:
             return None
     if entry.shares_first and _infers() != args[0].is_inference():
