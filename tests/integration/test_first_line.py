@@ -64,7 +64,7 @@ node = skyproxy.connect({url!r}, token={token!r})
 x = torch.tensor([[2.0, 1.0], [1.0, 2.0]], device="sky:0")
 assert "torch._dynamo" not in sys.modules
 with torch.device("sky:0"), torch.inference_mode(), torch.autocast("sky", torch.bfloat16):
-    values = torch.linalg.svdvals(x.float())
+    values = torch.linalg.lstsq(x.float(), torch.tensor([7.0, 5.0]).view(2, 1)).solution.view(2)  # has no rule
 assert "torch._dynamo" in sys.modules
 print(values.cpu().round().tolist())
 """

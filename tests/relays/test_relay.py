@@ -178,7 +178,7 @@ def other_path() -> bytes:
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        (b"b" + PAYLOAD[:-1] + b"?" + b"!", "announced"),
+        (b"b" + PAYLOAD[:-1] + bytes([PAYLOAD[-1] ^ 1]) + b"!", "announced"),
         (b"b" + PAYLOAD[:1000], "gone"),
         (b"....", "gone"),
         (b"\0", "has not got it"),

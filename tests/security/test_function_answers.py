@@ -78,6 +78,7 @@ def test_no_worker_fills_the_memory_of_a_caller_who_is_slow(
     session = SimpleNamespace(settings=SETTINGS, at_end=[], auxiliary=[], often=[], lost=None, threads=None)
     session.check = session.wait_until_awake = session.wake = lambda: None
     session.is_suspended = False
+    session.recorder = SimpleNamespace(hidden_writes=0)
     session.count_wait = lambda kind: None
     flood = Flood(kind, value)
     channel = FunctionChannel(cast(Any, session), cast(Any, lambda: flood))
