@@ -63,9 +63,10 @@ _asked: deque[HostCopy] = deque()
 def _count(copy: HostCopy, copies: deque[HostCopy]) -> None:
     copies.append(copy)
     if len(copies) > _MOST_COPIES:
-        oldest = copies.popleft()
-        if copies is _asked or not oldest.asked:
-            oldest.values = None
+        with contextlib.suppress(IndexError):  # another thread may have forgotten them all meanwhile
+            oldest = copies.popleft()
+            if copies is _asked or not oldest.asked:
+                oldest.values = None
 
 
 def keep(handle: Handle, values: bytes, *, asked: bool = False) -> HostCopy | None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _MOST_ELEMENTS = 1 << 12
 """Operands of more elements are not tried; elementwise operations are, on smaller ones."""
 _MOST_KINDS = 4096
-_tried: dict[tuple[object, ...], bool] = {}
+_taken: set[tuple[object, ...]] = set()
+"""Kinds of calls that kernels took. Refused ones are tried again: it may have been for their sizes."""
 
 
 def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], made: Sequence[Meta]) -> bool:
@@ -43,19 +44,21 @@ def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], m
     if not looks:
         return True
     key = (info, *((look.dtype, not look.size) for look in looks), *map(type, args), *kwargs)
-    found = _tried.get(key)
-    if found is None:
-        is_small = all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
-        if any(look.dtype is torch.complex32 for look in looks):  # which warns
-            return True
-        if not (is_small or info.is_pointwise) or not all(look.plain for look in looks):
-            return True
-        if count_dispatch_modes() or function_transform_level() is not None:
-            return True
-        if len(_tried) >= _MOST_KINDS:
-            _tried.clear()
-        found = _tried[key] = any(_runs(info, args, kwargs, value, is_small) for value in (0, 1))  # none divides by 0
-    return found
+    if key in _taken:
+        return True
+    is_small = all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
+    if any(look.dtype is torch.complex32 for look in looks):  # which warns
+        return True
+    if not (is_small or info.is_pointwise) or not all(look.plain for look in looks):
+        return True
+    if count_dispatch_modes() or function_transform_level() is not None:
+        return True
+    if not any(_runs(info, args, kwargs, value, is_small) for value in (0, 1)):  # ones for what divides
+        return False
+    if len(_taken) >= _MOST_KINDS:
+        _taken.clear()
+    _taken.add(key)
+    return True
 
 
 def _are_floating(items: Iterable[object]) -> bool:
