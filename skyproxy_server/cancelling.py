@@ -29,7 +29,7 @@ _NOT_CHANGED = (
 _NOT_ANSWERED = f"this question {_WHY}. Ask again."
 _MAX_PLACES = 512
 """Places whose lines the client is asked to remember: as many as the values that it still holds, as a rule."""
-_ABOUT_VALUES = frozenset({"item", "equal", "synchronize", "differentiated", "differentiate", "wait_event"})
+_ABOUT_VALUES = frozenset({"item", "numbers", "equal", "synchronize", "differentiated", "differentiate", "wait_event"})
 """The controls that answer for operations before them, or compute."""
 
 

@@ -87,6 +87,25 @@ def item(session: SessionState, slot: int) -> float | int | bool:
 
 
 @_control
+def numbers(session: SessionState, slot: int, others: list[int]) -> list[float | int | bool | None]:
+    """The one number of a value, and of each other value that simply is one; None in the place of those that are not.
+
+    Nobody asked for the others yet: what is wrong with one of them is told when somebody does.
+    """
+    first, values = item(session, slot), session.values
+    if values.gates or values.not_replayed:
+        return [first, *[None] * len(others)]
+    return [first, *(_plain_number(values.slots.get(other)) for other in others)]
+
+
+def _plain_number(value: object) -> float | int | bool | None:
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.numel() != 1:
+        return None
+    number = None if value.is_complex() or value.is_quantized else value.item()
+    return number
+
+
+@_control
 def equal(session: SessionState, first: int, second: int) -> bool:
     """`torch.equal` of two values."""
     return torch.equal(session.values.get(first), session.values.get(second))

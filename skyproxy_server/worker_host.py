@@ -437,7 +437,13 @@ class WorkerHost:
         return session if session is not None and session.client.name == client.name else None
 
     def _welcome(self, session: WorkerSession) -> Welcome:
-        limits = {"functions": int(session.calls is not None), "cancels": 1, "direct_calls": 1, "payload_files": 1}
+        limits = {
+            "functions": int(session.calls is not None),
+            "cancels": 1,
+            "companions": 1,
+            "direct_calls": 1,
+            "payload_files": 1,
+        }
         if session.calls is not None:
             limits["passes_payloads"] = 1
         if session.calls is not None and session.calls.can_isolate:

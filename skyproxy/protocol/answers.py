@@ -203,6 +203,7 @@ _MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved", "free", "to
 ANSWERS: dict[str, Shape] = {
     # values
     "item": scalar,
+    "numbers": rows(optional(scalar)),
     "equal": flag,
     "storage_bytes": size,
     "synchronize": ignored,

@@ -211,6 +211,11 @@ class Recorder:
         return self._sequence
 
     @property
+    def last_batch(self) -> RecordedBatch | None:
+        """The last batch that left, acknowledged or not; None before the first."""
+        return self._kept
+
+    @property
     def handles(self) -> int:
         """Values that the client holds on the worker."""
         return self._top - len(self.free) - len(self._taken)

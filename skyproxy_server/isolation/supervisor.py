@@ -213,7 +213,7 @@ class ProcessHost:
         self, session: SupervisedSession, hello: Hello, transport: Transport, attempt: int = 0, received: int = 0
     ) -> LentConnection:
         assert isinstance(transport, WebSocketTransport)
-        offers = {"functions": int(self._starter.runs_functions(session.client)), "cancels": 1}
+        offers = {"functions": int(self._starter.runs_functions(session.client)), "cancels": 1, "companions": 1}
         offers["isolates"] = offers["passes_payloads"] = offers["functions"]
         if self._blobs is not None:
             offers.update(blob_bytes=self._blobs.max_bytes, blobs=int(len(self._blobs) > 0))

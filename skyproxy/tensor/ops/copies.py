@@ -22,6 +22,7 @@ from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements, plain_op
 from skyproxy.tensor.dispatch.recording import run
+from skyproxy.tensor.ops.companions import companions_of
 
 aten = torch.ops.aten
 _ALONE = 3
@@ -152,39 +153,56 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
         return number
     if READER.ahead is not None or not handle.meta.plain or tensor.is_complex():
         return download(tensor).item()
-    shared = bool(handle.meta.size) or handle.root is not None or sys.getrefcount(handle) != _ALONE
-    if shared and host_copies.readable(handle):
-        number = _read_whole(handle)
-        if number is not None:
-            return number
-    recorder = handle.device.recorder
+    recorder, owner = handle.device.recorder, handle.root or handle
     before = recorder.ops
-    value = handle.device.session.call("item", handle.slot)
-    dtype = tensor.dtype
-    if type(value) is not (float if dtype.is_floating_point else bool if dtype is torch.bool else int):
-        raise ProtocolError(f"the worker sent {value!r:.40} for the value of a tensor of {dtype}")
-    if not shared:  # only this tensor and this name hold it, so it has no views whose changes would go unseen
-        try:
-            known_values.know(handle, torch.tensor(value, dtype=dtype, device="cpu"))
-        except (RuntimeError, OverflowError) as error:
-            if raised_by_handler(error):
-                raise
-            raise ProtocolError(f"the worker sent {value} for the value of a tensor of {dtype}") from error
+    companions = companions_of(handle.device.session)
+    value = companions.take(handle) if not (owner.copied and owner.copy.final) else None
+    shared = bool(handle.meta.size) or owner is not handle or sys.getrefcount(handle) != _ALONE + 1
+    kept = shared and host_copies.readable(handle)
+    if value is None:
+        if kept and owner.meta.size:
+            number = _read_whole(handle)
+            if number is not None:
+                return number
+        value = companions.ask(handle)
+    _check_kind(value, tensor.dtype)
+    if not shared:  # only this tensor and these names hold it, so it has no views whose changes would go unseen
+        known_values.know(handle, _as_tensor(value, tensor.dtype))
         if recorder.ops != before:  # another thread may have changed it meanwhile
             known_values.forget(handle)
+    elif kept and not owner.meta.size and owner.meta.dtype is tensor.dtype:
+        _keep(owner, _as_tensor(value, tensor.dtype), before)
     return value
+
+
+def _check_kind(value: object, dtype: torch.dtype) -> None:
+    if type(value) is not (float if dtype.is_floating_point else bool if dtype is torch.bool else int):
+        raise ProtocolError(f"the worker sent {value!r:.40} for the value of a tensor of {dtype}")
+
+
+def _as_tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number that a worker sent as a tensor of the dtype that it was asked for."""
+    try:
+        return torch.tensor(value, dtype=dtype, device="cpu")
+    except (RuntimeError, OverflowError) as error:
+        if raised_by_handler(error):
+            raise
+        raise ProtocolError(f"the worker sent {value} for the value of a tensor of {dtype}") from error
+
+
+def _keep(owner: Handle, whole: torch.Tensor, ops_before: int) -> None:
+    """Remember the bytes of a storage that were asked for when so many ops had been recorded."""
+    copy = host_copies.keep(owner, string_at(whole.data_ptr(), whole.nbytes), asked=True)
+    if owner.device.recorder.ops != ops_before and copy is not None:  # another thread may have changed it meanwhile
+        host_copies.forget_written([owner])
 
 
 def _read_whole(handle: Handle) -> bool | int | float | None:
     """Ask for all of the small storage that a number lies in: the next number of it will be known."""
-    owner, recorder = handle.root or handle, handle.device.recorder
-    before = recorder.ops
-    whole = handle.device.session.fetch(owner.slot, owner.meta.description)
-    copy = host_copies.keep(owner, string_at(whole.data_ptr(), whole.nbytes), asked=True)
-    number = host_copies.number_of(handle)
-    if recorder.ops != before and copy is not None:  # another thread may have changed it meanwhile
-        host_copies.forget_written([owner])
-    return number
+    owner = handle.root or handle
+    before = owner.device.recorder.ops
+    _keep(owner, owner.device.session.fetch(owner.slot, owner.meta.description), before)
+    return host_copies.number_of(handle)
 
 
 @implements("aten::equal")
