@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyproxy.tensor.core.attributes import WHOLE_DICT, Attributes
 from skyproxy.tensor.core.memory import note_change
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import (
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 _make_wrapper = make_wrapper_subclass
 _ZERO_TENSOR = DispatchKeySet(DispatchKey.ZeroTensor)
-OWN_ATTRIBUTES = frozenset({"_sky", "_is_param"})
-"""Attributes that a remote tensor or parameter has in its `__dict__` where PyTorch's own would have nothing."""
 
 
 class RemoteTensor(torch.Tensor):
@@ -46,16 +45,33 @@ class RemoteTensor(torch.Tensor):
 
     _sky: Handle
 
+    # By this name, setting it costs each operation no more than setting `__dict__` would.
+    _sky_dict = WHOLE_DICT
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        """What users set. Python itself looks attributes up in the dict below, where the handle is."""
+        found: dict[str, Any] = self._sky_dict
+        if type(found) is not Attributes and "_sky" in found:
+            found = self._sky_dict = Attributes(found)
+        return found
+
+    @__dict__.setter
+    def __dict__(self, attributes: dict[str, Any]) -> None:
+        own = self.__dict__
+        # Without a handle it becomes a remote tensor now: `torch.utils.swap_tensors` gives it all of another's.
+        self._sky_dict = Attributes(attributes, **own.hidden()) if isinstance(own, Attributes) else attributes
+
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """`type(tensor)(values)`, as if our tensors and parameters were of PyTorch's own classes.
 
         Elsewhere a parameter's class is `Parameter`, and code moves one with `type(p)(values, requires_grad=...)`, or
-        with all that it finds in `p.__dict__`, as accelerate and peft do.
+        with `requires_grad` among all that it finds in `p.__dict__`, as accelerate and peft do.
         """
-        make = torch.nn.Parameter if {"requires_grad", "_is_param"} & kwargs.keys() else torch.Tensor
-        return make(*args, **{name: value for name, value in kwargs.items() if name not in OWN_ATTRIBUTES})
+        make = torch.nn.Parameter if "requires_grad" in kwargs else torch.Tensor
+        return make(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -89,7 +105,7 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
             dispatch_layout=compressed,
         )
     # Not `tensor._sky = handle`: that would give the tensor a dict with room for thirty attributes.
-    tensor.__dict__ = {"_sky": handle}
+    tensor._sky_dict = {"_sky": handle}
     return tensor
 
 
@@ -120,7 +136,7 @@ def make_zeros(meta: Meta, handle: Handle) -> RemoteZeros:
         set_conjugate(zeros, True)
     if meta.negative:
         set_negative(zeros, True)
-    zeros.__dict__ = {"_sky": handle}
+    zeros._sky_dict = {"_sky": handle}
     return zeros
 
 

@@ -78,7 +78,7 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         heappop(free)
     else:
         recorder.take_slot(handle)
-    result.__dict__ = {"_sky": handle}
+    result._sky_dict = {"_sky": handle}
     command.append(handle.slot)
     stream = recorder.stream
     stream.extend(command)

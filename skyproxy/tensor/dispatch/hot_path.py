@@ -233,7 +233,7 @@ def dispatch_remote(
                 heappop(free)
             else:
                 recorder.take_slot(handle)
-            result.__dict__ = {"_sky": handle}  # smaller than what setting the attribute makes
+            result._sky_dict = {"_sky": handle}  # smaller than what setting the attribute makes
             wire.append(handle.slot)
         else:
             result = args[0]

@@ -368,7 +368,7 @@ def new_tensors(device: SkyDevice, looks: Sequence[Look], owner: Handle | None) 
         if shares == 0 and not meta.size and owner.copied:  # type: ignore[union-attr]  # who shares has an owner
             host_copies.know_element(handle, owner)  # type: ignore[arg-type]
         tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, meta.layout, place)
-        tensor.__dict__ = {"_sky": handle}
+        tensor._sky_dict = {"_sky": handle}
         made.append(tensor)
     return made
 

@@ -14,11 +14,12 @@ from torch import _utils
 
 from skyproxy import patching, torch_codec
 from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.core.attributes import user_attributes
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.memory import memory_of
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.prefetching import READER, reading_ahead
-from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor, adopt
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, adopt
 from skyproxy.tensor.core.storage import SkyStorage, bytes_of, storage_from_bytes, view_of
 
 _PRIORITY = 5  # before PyTorch's own, which have 10 and more and would answer for any device
@@ -71,13 +72,9 @@ def _is_storage(obj: object) -> bool:
     return isinstance(obj, SkyStorage) or type(obj) in torch._storage_classes
 
 
-def _attributes(tensor: torch.Tensor) -> dict[str, object]:
-    return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
-
-
 def _reduce_ex(self: RemoteTensor, protocol: int) -> object:
     """As PyTorch writes a tensor of any other device; nothing in it names skyproxy but the location "sky:1"."""
-    state = _attributes(self)
+    state = user_attributes(self)
     if isinstance(self, torch.nn.Parameter):
         hooks: OrderedDict[int, object] = OrderedDict()
         arguments = (self.data, self.requires_grad, hooks)
@@ -176,7 +173,7 @@ def _deepcopy(self: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
             result._is_param = True
         if self.grad is not None:
             result.grad = self.grad.__deepcopy__(memo)
-        result.__dict__.update(copy.deepcopy(_attributes(self), memo))
+        result.__dict__.update(copy.deepcopy(user_attributes(self), memo))
     memo[id(self)] = result
     return result
 

@@ -7,70 +7,21 @@ time of one operation, such a tensor is a plain remote tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from skyproxy import patching
-from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, RemoteTensor
+from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload
 
 _disabled = torch._C._disabled_torch_function_impl
 _make_plain_subclass = torch.Tensor._make_subclass
 _joined: dict[type, type] = {}
-_dict_of = torch.Tensor.__dict__["__dict__"]
-
-
-class Attributes(dict[str, Any]):
-    """The `__dict__` of a tensor of a user's class: whoever reads, copies or prints it sees what users set.
-
-    Libraries hand attributes on by `result.__dict__ = copy(x.__dict__)`, as fastai does: a copy with the handle in it
-    would make the result another name for `x`.
-    """
-
-    def shown(self) -> dict[str, Any]:
-        return {name: value for name, value in dict.items(self) if name not in OWN_ATTRIBUTES}
-
-    def hidden(self) -> dict[str, Any]:
-        return {name: value for name, value in dict.items(self) if name in OWN_ATTRIBUTES}
-
-    def keys(self) -> Any:
-        return self.shown().keys()
-
-    def values(self) -> Any:
-        return self.shown().values()
-
-    def items(self) -> Any:
-        return self.shown().items()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shown())
-
-    def __len__(self) -> int:
-        return len(self.shown())
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.shown()
-
-    def __eq__(self, other: object) -> bool:
-        return self.shown() == (other.shown() if isinstance(other, Attributes) else other)
-
-    def __repr__(self) -> str:
-        return repr(self.shown())
-
-    def __or__(self, other: Any) -> Any:
-        return self.shown() | other
-
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        return dict, (self.shown(),)
-
-    def copy(self) -> dict[str, Any]:
-        return self.shown()
-
-    def clear(self) -> None:
-        for name in self.shown():
-            del self[name]
 
 
 class RemoteSubclass(RemoteTensor):
@@ -81,21 +32,6 @@ class RemoteSubclass(RemoteTensor):
     """
 
     local_class: type
-
-    @property
-    def __dict__(self) -> Attributes:
-        found = _dict_of.__get__(self)
-        attributes = found if isinstance(found, Attributes) else Attributes(found)
-        if attributes is not found:
-            _dict_of.__set__(self, attributes)
-        return attributes
-
-    @__dict__.setter
-    def __dict__(self, attributes: dict[str, Any]) -> None:
-        # The dict of another tensor itself is taken as it is: so `torch.utils.swap_tensors` exchanges all of two.
-        if not dict.__contains__(attributes, "_sky"):
-            attributes = Attributes(attributes, **self.__dict__.hidden())
-        _dict_of.__set__(self, attributes)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -193,6 +129,30 @@ def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = Fal
     return _in_class(made, cls).requires_grad_(requires_grad)
 
 
+def _swapping(swap_tensors: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(swap_tensors)
+    def swap_all(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        swap_tensors(t1, t2)
+        if isinstance(t1, RemoteTensor) and isinstance(t2, RemoteTensor):
+            # It swapped what `__dict__` shows. That once more, and then all.
+            t1.__dict__, t2.__dict__ = user_attributes(t2), user_attributes(t1)
+            exchange_dicts(t1, t2)
+
+    return swap_all
+
+
+def _install_for_devices() -> None:
+    if not patching.is_replaced(torch.utils, "swap_tensors"):
+        patching.wrap(
+            torch.utils,
+            "swap_tensors",
+            _swapping,
+            why="it swaps what the `__dict__` of two tensors shows, which the handles of remote tensors are no part of",
+            test="tests/tensor/torch_api/test_subclasses.py::test_two_tensors_of_a_class_are_swapped",
+            when=patching.When.FIRST_DEVICE,
+        )
+
+
 def install() -> None:
     """Lets remote tensors be of the user's classes.
 
@@ -209,3 +169,4 @@ def install() -> None:
         why="PyTorch's own aborts where the class and the tensor both have Python dispatch",
         test="tests/tensor/torch_api/test_subclasses.py::test_an_operation_gives_what_it_gives_on_the_cpu",
     )
+    DEVICES.before_new[_install_for_devices] = None

@@ -11,7 +11,8 @@ import torch
 from torch import _tensor_str
 
 from skyproxy import patching
-from skyproxy.tensor.core.remote_tensor import OWN_ATTRIBUTES, OWN_CLASSES, RemoteTensor, adopt
+from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
+from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor, adopt
 from skyproxy.tensor.core.torch_private import TensorBase
 from skyproxy.tensor.core.transfers import download
 
@@ -186,11 +187,11 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
     # A node that accumulates gradients holds the tensor that they belong to. Inference tensors are in no graph.
     if tensor._use_count() > 1 and tensor.is_leaf and tensor.requires_grad and not tensor.is_inference():  # type: ignore[attr-defined]
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_poison)
-    attributes = {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
+    attributes = user_attributes(tensor)
     hooks, late_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(tensor, fresh)
     tensor.__class__, fresh.__class__ = fresh.__class__, tensor.__class__
-    tensor.__dict__, fresh.__dict__ = fresh.__dict__, tensor.__dict__
+    exchange_dicts(tensor, fresh)
     tensor.__dict__.update(attributes)
     if hooks:
         tensor._backward_hooks = hooks

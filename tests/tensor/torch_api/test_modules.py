@@ -225,10 +225,12 @@ def test_the_class_of_a_parameter_makes_parameters(sky1: str) -> None:
 
 
 def test_a_parameter_is_made_anew_with_all_that_its_dict_has(sky1: str) -> None:
-    """accelerate and peft write `type(p)(values, **p.__dict__)`: that of PyTorch's own parameter is empty."""
+    """accelerate and peft write so; the `__dict__` of PyTorch's own parameter is empty."""
     weight = nn.Linear(2, 3).to(sky1).weight
     for place in ("cpu", sky1):
-        made = type(weight)(torch.zeros(3, 2, device=place), **weight.__dict__)
+        given = weight.__dict__
+        given["requires_grad"] = weight.requires_grad
+        made = type(weight)(torch.zeros(3, 2, device=place), **given)
         assert isinstance(made, nn.Parameter)
         assert (made.device, made.tolist()) == (torch.device(place), [[0, 0], [0, 0], [0, 0]])
     with pytest.raises(TypeError, match="unexpected keyword argument 'another'"):
