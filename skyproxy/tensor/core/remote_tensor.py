@@ -50,7 +50,7 @@ class RemoteTensor(torch.Tensor):
 
     @property
     def __dict__(self) -> dict[str, Any]:
-        """What users set. Python itself looks attributes up in the dict below, where the handle is."""
+        """The attributes that users set. Python itself looks them up in the dict below, where the handle is too."""
         found: dict[str, Any] = self._sky_dict
         if type(found) is not Attributes and "_sky" in found:
             found = self._sky_dict = Attributes(found)

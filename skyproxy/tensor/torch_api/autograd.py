@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from skyproxy import patching
 from skyproxy.interrupts import constant_for_cpp, install_signal_guard, take_parked_error
@@ -25,6 +28,47 @@ class Hooks(torch._C._acc.PrivateUse1Hooks):
     has_primary_context = constant_for_cpp(True)
 
 
+def to_device(position: int, gradient: Any, device: torch.device, giver: str = "") -> Any:
+    """Return a gradient that belongs to a tensor on `device`: the engine checks it of no class of tensors in Python.
+
+    Raises:
+        RuntimeError: as the engine does for other tensors, if it is elsewhere and has dimensions.
+    """
+    if (
+        not isinstance(gradient, torch.Tensor)
+        or gradient.device == device
+        or "sky" not in (gradient.device.type, device.type)
+    ):
+        return gradient
+    if gradient.dim() == 0:
+        return gradient.to(device)
+    returned = f"Function {giver} returned an" if giver else ""
+    text = f"{returned} invalid gradient at index {position} - expected device {device} but got {gradient.device}"
+    raise RuntimeError(text.strip())
+
+
+def _checking(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a user's `autograd.Function`, whose gradients are on the devices of the inputs."""
+
+    @functools.wraps(apply)
+    def checked(self: Any, *args: object) -> object:
+        given = apply(self, *args)
+        several = isinstance(given, tuple)
+        gradients: list[Any] = list(given) if several else [given]
+        # An entry for each input that is a tensor, and None where it requires no gradient.
+        edges = [edge for edge in self.next_functions if edge[0] is not None]
+        wanted = [i for i, needed in enumerate(self.needs_input_grad) if needed]
+        if len(edges) != len(wanted):
+            return given
+        for (node, number), i in zip(edges, wanted, strict=True):
+            if i < len(gradients) and isinstance(gradients[i], torch.Tensor):
+                device = node._input_metadata[number].device
+                gradients[i] = to_device(i, gradients[i], device, self.name())
+        return tuple(gradients) if several else gradients[0]
+
+    return checked
+
+
 class EngineOnCallingThread:
     """PyTorch's autograd engine, run on the thread that calls it.
 
@@ -37,14 +81,18 @@ class EngineOnCallingThread:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def run_backward(self, *args: object, **kwargs: object) -> object:
+    def run_backward(self, outputs: Any, gradients: Any, *args: object, **kwargs: object) -> object:
+        gradients = tuple(
+            to_device(i, gradient, output.device) if isinstance(output, torch.Tensor) else gradient
+            for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=True))
+        )
         threaded = torch._C._is_multithreading_enabled()
         if threaded:
             take_parked_error()
         try:
             if threaded:
                 torch._C._set_multithreading_enabled(False)
-            return self._engine.run_backward(*args, **kwargs)
+            return self._engine.run_backward(outputs, gradients, *args, **kwargs)
         except BaseException:
             parked = take_parked_error()
             if parked is None:
@@ -74,6 +122,16 @@ def install_engine() -> None:
             test="tests/tensor/torch_api/test_autograd_engine.py::test_backward_runs_on_the_thread_that_calls_it",
             when=patching.When.FIRST_DEVICE,
         )
+        for name in ("apply", "apply_boxed"):
+            if hasattr(BackwardCFunction, name):  # the second from torch 2.13 on
+                patching.wrap(
+                    BackwardCFunction,
+                    name,
+                    _checking,
+                    why="the engine checks the devices of gradients only where no class of tensors in Python is",
+                    test="tests/tensor/torch_api/test_autograd_engine.py::test_a_gradient_of_another_device_is_an_error",
+                    when=patching.When.FIRST_DEVICE,
+                )
 
 
 def install() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -246,3 +247,43 @@ def test_saved_tensors_can_wait_on_the_cpu(sky1: str) -> None:
     y.backward()
     assert x.grad is not None
     assert torch.allclose(x.grad.cpu(), torch.full((3,), 2 * 2.718281828))
+
+
+class Given(torch.autograd.Function):
+    """Its gradient is what was given to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, unused: object, gradient: Any) -> torch.Tensor:
+        ctx.gradient = gradient
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *_: object) -> Any:
+        return ctx.gradient, None, None
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize(
+    ("own", "other"), [("sky:0", "cpu"), ("sky:0", "meta"), ("cpu", "sky:0"), ("sky:0", "sky:1"), ("sky:1", "sky:0")]
+)
+def test_a_gradient_of_another_device_is_an_error(own: str, other: str, is_leaf: bool, sky1: str) -> None:
+    """It was added to others, became a leaf's gradient, or ended in an assertion of the engine."""
+    x = torch.ones(3, device=own, requires_grad=True)
+    y = x if is_leaf else x * 1
+    wrong = torch.ones(3, device=other)
+    message = f"invalid gradient at index 0 - expected device {own} but got {other}"
+    with pytest.raises(RuntimeError, match=f"^Function GivenBackward returned an {message}"):
+        Given.apply(y, "x", wrong).sum().backward()
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        (y * 2).backward(wrong)
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        torch.autograd.grad(y * 2, x, wrong)
+    assert x.grad is None
+
+
+def test_a_gradient_without_dimensions_moves_to_its_device(sky1: str) -> None:
+    x = torch.tensor(2.0, device=sky1, requires_grad=True)
+    Given.apply(x * 1, "x", torch.tensor(3.0)).backward()
+    (x * 2).backward(torch.tensor(5.0))
+    assert x.grad is not None
+    assert (x.grad.device, x.grad.item()) == (x.device, 13)

@@ -159,6 +159,22 @@ def test_attributes_of_a_tensor_survive(sky1: str) -> None:
         assert type(loaded[0]) is RemoteTensor
 
 
+def test_a_leaf_with_attributes_stays_one(sky1: str) -> None:
+    x = torch.ones(2, device=sky1, requires_grad=True)
+    x.note = "kept"  # type: ignore[attr-defined]
+    makers = (
+        lambda: torch.load(saved(x), weights_only=False),
+        lambda: pickle.loads(pickle.dumps(x)),
+        lambda: copy.copy(x),
+    )
+    for make in makers:
+        made = make()
+        (made * 2).sum().backward()
+        assert (made.is_leaf, made.requires_grad, made._is_view(), made.note) == (True, True, False, "kept")
+        assert made.grad.tolist() == [2, 2]
+    assert x.as_subclass(torch.Tensor).grad_fn is not None
+
+
 def test_a_model_and_its_optimizer_continue_from_a_checkpoint(sky1: str) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
