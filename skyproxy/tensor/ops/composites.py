@@ -47,7 +47,11 @@ def _kernel(op: OpOverload) -> object:
                 return dispatch_remote(RemoteTensor, op, (), args[:-1])
         if type(args[0]) is NestedBatch:
             return NestedBatch.__torch_dispatch__(op, (), args)
-        return divide(_COMPOSITE, *args)
+        result = divide(_COMPOSITE, *args)
+        if len(args) > 2 and result.dtype is not args[0].dtype:
+            # ATen adds a bias to a tensor of a class in Python by another sum, whose dtype is what the two promote to.
+            return divide(_COMPOSITE, *args[:2]).add_(args[2])
+        return result
 
     return kernel
 

@@ -272,3 +272,22 @@ def test_a_range_into_a_view_of_as_many_elements_keeps_its_shape(sky1: str) -> N
     torch.range(0, 3, out=there)
     assert torch.equal(ours.cpu(), theirs)
     assert into.shape == there.shape
+
+
+@pytest.mark.parametrize("bias", [torch.float64, torch.int32, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("batch", [(2,), (2, 2), (2, 3, 2)])
+def test_a_bias_of_another_dtype_is_added_in_place(
+    batch: tuple[int, ...], dtype: torch.dtype, bias: torch.dtype, sky1: str
+) -> None:
+    """ATen's sum for tensors of classes gave another dtype, where the CPU keeps the input's or raises."""
+    found = []
+    for device in ("cpu", sky1):
+        x = torch.ones(1, *batch[1:], 3, dtype=dtype, device=device).expand(*batch, 3)
+        weight = torch.ones(4, 3, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+        try:
+            result = linear(x, weight, torch.ones(4, dtype=bias, device=device))
+            found.append(f"{result.dtype} {result.stride()} {result.tolist()}")
+        except RuntimeError as error:
+            found.append(str(error).partition("\n")[0])
+    assert found[0] == found[1]
