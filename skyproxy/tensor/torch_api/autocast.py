@@ -88,7 +88,7 @@ vander
 """.split()
 """Composites that consist of ops of these lists. In inference mode PyTorch would hand them on undivided, to where
 autocast looks switched off."""
-CAST_INSIDE = "affine_grid_generator _trilinear _transformer_encoder_layer_fwd".split()
+CAST_INSIDE = "affine_grid_generator linalg_pinv.atol_rtol_tensor _trilinear _transformer_encoder_layer_fwd".split()
 """Ops whose kernels, which are the same for every device, call ops of these lists."""
 _KERNELS_OF_OPS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CPU")
 
