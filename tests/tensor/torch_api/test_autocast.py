@@ -445,3 +445,16 @@ def test_parts_of_composites_are_cast_in_inference_mode(name: str, sky1: str) ->
         of_inference = numbers.to(sky1)
     with torch.no_grad(), torch.autocast("sky", torch.bfloat16):
         assert torch.equal(COMPOSITES[name](of_inference).cpu(), expected)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("size", [(3, 3), (2, 3), (2, 3, 2)])
+def test_a_pseudo_inverse_is_multiplied_in_low_precision(size: tuple[int, ...], mode: Any, sky1: str) -> None:
+    found = []
+    for device in ("cpu", sky1):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+        with torch.autocast(x.device.type, torch.bfloat16), mode():
+            result = torch.linalg.pinv(x)
+        assert result.dtype is torch.bfloat16
+        found.append((result.tolist(), type(result.grad_fn)))
+    assert found[0] == found[1]
