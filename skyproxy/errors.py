@@ -2,6 +2,7 @@
 
 SkyproxyError
 ├── ConfigurationError (ValueError)       a setting or argument that cannot work
+│   └── UnknownDeviceError (RuntimeError) this process has no sky device of a number
 ├── ConnectError (ConnectionError)        no session came about
 │   ├── AuthenticationError               the worker refused our token
 │   ├── VersionMismatchError              client and worker cannot work together
@@ -61,6 +62,10 @@ class SkyproxyError(Exception):
 
 class ConfigurationError(SkyproxyError, ValueError):
     """A setting or an argument cannot work; says which, why and what would."""
+
+
+class UnknownDeviceError(ConfigurationError, RuntimeError):
+    """A `sky` device that this process does not have; a `RuntimeError`, as PyTorch's own for other devices."""
 
 
 class ConnectError(SkyproxyError, ConnectionError):

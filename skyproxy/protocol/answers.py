@@ -21,7 +21,6 @@ Shape = Callable[[object], object]
 MOST_CHARACTERS = 1 << 20
 _MOST = 1 << 63
 MOST_DIMENSIONS = 64
-_MOST_ELEMENTS = 1 << 62
 _MOST_INPUTS = 1 << 20
 _MOST_DEPTH = 4
 _SCALARS = frozenset({bool, int, float})
@@ -166,7 +165,7 @@ def description(value: object) -> Items:
     if type(value) is not list or len(value) not in (4, 7) or type(value[0]) is not str:
         raise ValueError("what a tensor looks like")
     sizes, strides = (_whole_numbers(numbers, MOST_DIMENSIONS) for numbers in value[1:3])
-    if min(sizes, default=0) < 0 or math.prod(sizes) >= _MOST_ELEMENTS or len(strides) not in (0, len(sizes)):
+    if min(sizes, default=0) < 0 or math.prod(sizes) >= _MOST or len(strides) not in (0, len(sizes)):
         raise ValueError("sizes and strides of a tensor")
     integer(value[3])
     plain(value[4:])

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.errors import ConfigurationError, SessionLostError, UnknownDeviceError
 from skyproxy.interrupts import shielded
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.session import Session
@@ -224,7 +224,7 @@ class Devices:
         """`sky:index`, or the current device; starts the default worker if there is none yet.
 
         Raises:
-            ConfigurationError: there is no such device.
+            UnknownDeviceError: there is no such device.
             ConnectError: the default worker could not be reached or started.
         """
         if not self._devices:
@@ -234,7 +234,7 @@ class Devices:
         try:
             return self._devices[index]
         except IndexError:
-            raise ConfigurationError(
+            raise UnknownDeviceError(
                 f"there is no sky:{index}; this process has {self.names()}. "
                 "Add workers with skyproxy.connect(url, token=...) or skyproxy.launch_local()."
             ) from None

@@ -81,9 +81,15 @@ class Meta:
             if self.plain
             else tuple(torch_codec.encode_description(self.description))
         )
-        byte_count = math.prod(size) * dtype.itemsize
+        count = math.prod(size)
+        if layout is not torch.strided:
+            if count > _MOST_BYTES:
+                raise RuntimeError("numel: integer multiplication overflow")  # in PyTorch's words, as below
+            self.large = False  # its size says nothing about its bytes
+            return
+        byte_count = count * dtype.itemsize
         if byte_count > _MOST_BYTES and torch_codec.storage_extent(size, stride, offset) * dtype.itemsize > _MOST_BYTES:
-            raise RuntimeError(f"Storage size calculation overflowed with sizes={list(size)}")  # in PyTorch's words
+            raise RuntimeError(f"Storage size calculation overflowed with sizes={list(size)}")
         self.large = byte_count >= SETTINGS.prompt_release_bytes
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
@@ -112,6 +113,26 @@ def _as_parameter(fresh: torch.Tensor, references: int, requires_grad: bool) -> 
     fresh.requires_grad_(requires_grad)
     fresh._is_param = True
     return fresh
+
+
+def _new_parameter(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the constructor of parameters one that takes remote tensors where a function is transformed, too.
+
+    PyTorch makes parameters of its own tensors in one step, and those of other classes by `requires_grad_`, which it
+    refuses in functions that are transformed. What is new belongs to no transformation yet.
+    """
+
+    def new(
+        cls: type[torch.nn.Parameter], data: torch.Tensor | None = None, requires_grad: bool = True
+    ) -> torch.nn.Parameter:
+        if isinstance(data, RemoteTensor) and torch._C._functorch.peek_interpreter_stack() is not None:
+            with temporarily_clear_interpreter_stack():
+                made: torch.nn.Parameter = plain(cls, data, requires_grad)
+        else:
+            made = plain(cls, data, requires_grad)
+        return made
+
+    return new
 
 
 def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.nn.Module:
@@ -272,6 +293,13 @@ def install() -> None:
         lambda plain: _init_parallel,
         why="it would spread a module over workers, which share no memory",
         test="tests/tensor/torch_api/test_training_tools.py::test_data_parallel_hands_its_input_to_the_module",
+    )
+    patching.wrap(
+        torch.nn.Parameter,
+        "__new__",
+        _new_parameter,
+        why="transformed functions may make parameters; PyTorch refuses them there for tensors of other classes",
+        test="tests/tensor/torch_api/test_modules.py::test_a_transformed_function_may_make_parameters",
     )
     lazy = "a lazy parameter for a worker stays here until it knows its shape"
     test = "tests/tensor/torch_api/test_modules.py::test_lazy_modules_take_shape_on_the_worker"

@@ -70,3 +70,19 @@ def test_an_operation_that_does_not_fit_fails_on_its_line(sky: str) -> None:
     with pytest.raises(RuntimeError):
         dense.add_(sparse)
     assert not dense.any()
+
+
+@pytest.mark.parametrize("size", [(1 << 21, 1 << 21, 1 << 20), (1 << 40, 1 << 20, 4), (1 << 20, 1 << 42)])
+def test_a_sparse_tensor_may_have_more_elements_than_any_memory(size: tuple[int, ...], sky: str) -> None:
+    indices, values = torch.tensor([[0, 3]] * len(size)), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    remote = torch.sparse_coo_tensor(indices.to(sky), values.to(sky), size)
+    local = torch.sparse_coo_tensor(indices, values, size)
+    assert remote.shape == local.shape
+    assert remote.numel() == local.numel()
+    assert torch.equal((remote * 3).coalesce().values().cpu(), (local * 3).coalesce().values())
+    assert torch.equal(torch.sparse.sum(remote).cpu(), torch.sparse.sum(local))
+
+
+def test_a_sparse_tensor_of_more_elements_than_pytorch_counts_is_refused_in_its_words(sky: str) -> None:
+    with pytest.raises(RuntimeError, match="numel: integer multiplication overflow"):
+        torch.sparse_coo_tensor(INDICES[:1].to(sky).expand(3, -1), VALUES[:, 0].to(sky), (1 << 21,) * 3)

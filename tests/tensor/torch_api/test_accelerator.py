@@ -93,3 +93,9 @@ def test_the_accelerator_tells_of_its_memory(sky: str) -> None:
 def test_generic_streams_and_events_exist(sky1: str) -> None:
     assert torch.accelerator.current_stream(1).device == torch.device(sky1)
     assert torch.bfloat16 in torch.accelerator.get_device_capability(1)["supported_dtypes"]
+
+
+def test_a_device_that_does_not_exist_raises_what_programs_expect_of_pytorch(sky: str) -> None:
+    for use in (lambda: torch.ones(2, device="sky:77"), lambda: torch.accelerator.set_device_index(77)):
+        with pytest.raises(RuntimeError, match="there is no sky:77"):
+            use()

@@ -325,3 +325,24 @@ def test_a_graph_that_waits_for_a_gradient_keeps_its_parameter_from_moving_unsee
     module.to("cpu" if there_and_back else sky)
     with pytest.raises(RuntimeError, match="nowhere to go"):
         loss.backward()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_a_transformed_function_may_make_parameters(
+    transform: Callable[..., Callable[..., torch.Tensor]], sky1: str
+) -> None:
+    def compute(device: str) -> tuple[torch.Tensor, bool]:
+        weight, made = torch.arange(3.0, device=device), list[nn.Parameter]()
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            made.append(nn.Parameter(weight))
+            scale = nn.LayerNorm(3, device=device).weight
+            return (made[0] * nn.Parameter(x, requires_grad=False) * scale).sum()
+
+        result = transform(function)(torch.ones(3, device=device)).detach().cpu()
+        return result, made[0].requires_grad and made[0].is_leaf and isinstance(made[0], nn.Parameter)
+
+    remote, local = compute(sky1), compute("cpu")
+    assert torch.equal(remote[0], local[0])
+    assert remote[1]
+    assert local[1]
