@@ -245,8 +245,6 @@ class Recorder:
             SessionLostError: the worker is gone.
         """
         with self._lock:
-            if self.is_all_executed:
-                self.limit = self._first_limit
             while self.stream or self.dirty or self._outgoing is not None:
                 self._send_next(whole=True)
             if self.on_sent is not None:
@@ -300,8 +298,10 @@ class Recorder:
     def send_some(self) -> None:
         """Sends the older part of what was recorded, cut where the commands themselves say, see `find_cut`.
 
-        The first batch for an idle worker is small, so that it starts soon; the longer a program runs without waiting,
-        the larger its batches, up to `max_loop_batch_commands`.
+        The first batch after a wait or a pause is small, so that the worker starts soon; the longer a program runs
+        without either, the larger its batches, up to `max_loop_batch_commands`. A program that asks for values without
+        waiting runs on: an idle worker then tells that it is the faster of the two, and more batches would be more work
+        for the slower.
 
         Raises:
             SessionLostError: the worker is gone.
@@ -343,6 +343,8 @@ class Recorder:
         try:
             if not self._has_room():
                 return False
+            if self.is_all_executed:  # the program pauses, and so does the worker
+                self.limit = self._first_limit
             self.flush()
             return True
         finally:

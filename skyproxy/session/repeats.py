@@ -19,6 +19,8 @@ from skyproxy.protocol.messages import MAX_NAMES, Batch, Buffer, NamedBatch, Rep
 
 _SMALLEST = 24
 """Streams shorter than this are not worth a name."""
+_SHARE_OF_NEW = 16
+"""One of so many commands may be an EXPECT where a batch is worth a name: ops that reshape in place have one each time."""
 _REQUESTS = frozenset({commands.FETCH, commands.CALL, commands.DESCRIBE})
 _VARIABLE = frozenset({float, list})
 """The types of what may differ from one time to the next."""
@@ -116,8 +118,8 @@ class Repeats:
         positions = commands.walk(stream, self._widths) if positions is None else positions
         end = len(stream)
         numbers = [stream[at] for at in positions if at < end]
-        if 3 * numbers.count(commands.EXPECT) > len(numbers):
-            # Most of its ops come for the first time on such shapes, which happens once.
+        if _SHARE_OF_NEW * numbers.count(commands.EXPECT) > len(numbers):
+            # These ops come for the first time on such shapes, which happens once: it does not come again as it is.
             return BatchForm(Batch(sequence, stream, buffers), b"", (0, []))
         holes = holes_of(stream, positions)
         template, values = stream, [stream[i] for i in holes]

@@ -464,3 +464,28 @@ def test_what_is_emitted_is_sent_when_it_is_due() -> None:
     recorder.emit((OP, -1))
     recorder.emit_line((None, 7))
     assert recorder.recorded(start, recorder.unsent, first_line) == ([OP, -1], [None, 7])
+
+
+def test_batches_grow_until_the_program_waits_or_pauses(wire: Wire) -> None:
+    recorder, slots = wire.recorder, iter(range(100_000))
+
+    def run_on() -> None:
+        while len(recorder.stream) <= recorder.limit:
+            wire.op(next(slots))
+        recorder.send_some()
+        wire.ack()
+
+    first = recorder.limit
+    for _ in range(2):
+        run_on()
+    assert recorder.limit == 4 * first
+    recorder.flush()  # a value was asked for, and is not waited for
+    wire.ack()
+    wire.op(next(slots))
+    recorder.flush()
+    assert recorder.limit == 4 * first
+    recorder.reset_batch_limit()  # it is waited for
+    assert recorder.limit == first
+    run_on()
+    assert recorder.flush_unless_busy()  # nothing has come for a while, and the worker has done all that it had
+    assert recorder.limit == first

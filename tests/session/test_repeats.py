@@ -181,6 +181,16 @@ def test_an_expectation_is_not_cut_from_its_op() -> None:
     assert set(ends) == {ADD}
 
 
+def test_a_batch_with_many_new_ops_is_not_remembered_and_one_with_a_few_is() -> None:
+    repeats = Repeats(WIDTHS)
+    new = [commands.EXPECT, ["look"], *step(0.5)]
+    for _ in range(3):
+        messages = sent(repeats, [new * 4 + step(0.5) * 40])
+    assert isinstance(messages[-1], Repeat)
+    assert [type(m) for m in sent(repeats, [new * 20] * 3)] == [Batch] * 3
+    assert len(repeats.seen.keys() - {b""}) == 1
+
+
 def test_no_command_is_lost_or_split_by_the_cuts() -> None:
     sent_messages: list[Any] = []
     recorder = Recorder(sent_messages.append, lambda: (0, 0), Settings())

@@ -107,7 +107,9 @@ def elementwise_stride(size: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:
         if all(stride == first for _, stride in operands) and is_dense(size, first):
             return first
     rank = len(size)
-    if rank < 2:
+    # What is row-major by itself does not ask for another order, however it is broadcast: of two dimensions, the outer
+    # one has the larger stride, or the inner one has one element, or none of it is there.
+    if rank < 2 or (0 not in size and all(stride == contiguous_stride(own) for own, stride in operands)):
         return usual
     rows = []
     for own, stride in operands:
