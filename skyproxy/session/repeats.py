@@ -20,7 +20,7 @@ from skyproxy.protocol.messages import MAX_NAMES, Batch, Buffer, NamedBatch, Rep
 _SMALLEST = 24
 """Streams shorter than this are not worth a name."""
 _SHARE_OF_NEW = 16
-"""One of so many commands may be an EXPECT where a batch is worth a name: ops that reshape in place have one each time."""
+"""One of so many commands may be an EXPECT where a batch is worth a name: what reshapes in place has one each time."""
 _REQUESTS = frozenset({commands.FETCH, commands.CALL, commands.DESCRIBE})
 _VARIABLE = frozenset({float, list})
 """The types of what may differ from one time to the next."""
