@@ -10,7 +10,8 @@ throw: a Python error there ends the process. Such errors have three sources.
   wrapped, all of them, where `signal.signal` sets them; a wrapped one that is called there strikes a moment later.
 
 PyTorch has one more such place of its own: where autograd asks a fake tensor for its device, as happens while a program
-is compiled, PyTorch's own Python code answers. A wrapped handler waits there, too.
+is compiled, PyTorch's own Python code answers. A wrapped handler waits there, too, and where a context that switches
+modes is entered or left, see `context_edges`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from skyproxy import patching
+from skyproxy.context_edges import is_edge
 
 _RETRY_SECONDS = 0.001
 _FOREVER = sys.maxsize
@@ -139,7 +141,7 @@ def _is_safe(frame: FrameType | None) -> bool:
         if operator.length_hint(asked) != operator.length_hint(told):
             return False
     while frame is not None:
-        if frame.f_code in _shielded or _tells_device_of_fake_tensor(frame):
+        if frame.f_code in _shielded or is_edge(frame, _shielded) or _tells_device_of_fake_tensor(frame):
             return False
         frame = frame.f_back
     return True

@@ -328,10 +328,22 @@ def event_loops(device: str) -> Any:
         await asyncio.sleep(0)
         return float((torch.ones(3, device=device) * number).sum())
 
+    lost: list[BaseException | None] = []
+
+    def end(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        lost.append(context.get("exception"))
+        loop.stop()
+
     async def main() -> list[float]:
+        asyncio.get_running_loop().set_exception_handler(end)  # else it goes on without the task that was struck
         return list(await asyncio.gather(*(one(float(i)) for i in range(4))))
 
-    return asyncio.run(main())
+    try:
+        return asyncio.run(main())
+    except RuntimeError:
+        if lost and lost[0] is not None:
+            raise lost[0] from None
+        raise
 
 
 @program

@@ -12,6 +12,7 @@ found by the one that started it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import os
@@ -21,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +126,8 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 def _left_behind(session: Any) -> int:
     gc.collect()
-    torch.sky.synchronize()
+    with contextlib.suppress(torch.linalg.LinAlgError):  # of a statement that was struck before it waited for its error
+        torch.sky.synchronize()
     torch.sky.synchronize()
     return int(session.call("stats")["handles"])
 
@@ -161,8 +164,10 @@ def storm(run: Callable[[str], Any], number: int, strikes: int, seed: int, way: 
                 faulthandler.dump_traceback_later(_STILL_SECONDS, exit=True)
             except Exception as error:
                 if not _comes_of_a_strike(error):
-                    return f"a strike became {type(error).__name__}: {str(error)[:300]}"
-            _set_modes_right()
+                    where = "; ".join(
+                        f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)
+                    )
+                    return f"a strike became {type(error).__name__}: {str(error)[:300]} ({where[-1500:]})"
         striker.rest()
         ours, theirs = run("sky:0"), run("cpu")
         if not _same(ours, theirs):
@@ -198,13 +203,12 @@ def _comes_of_a_strike(error: BaseException) -> bool:
         seen.add(id(current))
         if isinstance(current, Struck) or "Struck" in str(current):
             return True
+        if "unsupported operand type(s) for *: 'NestedTensor'" in str(current):
+            return (
+                True  # PyTorch takes for a `TypeError` what strikes while a nested tensor is made, on the CPU as well
+            )
         waiting += [current.__cause__, current.__context__]
     return False
-
-
-def _set_modes_right() -> None:
-    """PyTorch's own clean-up is struck, too, also on the CPU: gradients stay off then, or hooks where they were."""
-    torch.set_grad_enabled(True)
 
 
 def _run_here(names: list[str], options: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ SHARED_WITH_SERVER = {
     "extras",
     "collector",
     "import_watcher",
+    "context_edges",
     "interrupts",
     "patching",
     "payloads",

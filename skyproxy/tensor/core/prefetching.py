@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from skyproxy.interrupts import shielded
 from skyproxy.session.waiters import Waiter
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -209,6 +210,7 @@ class SequentialReads:
 
 
 @contextlib.contextmanager
+@shielded
 def reading_ahead(tensors: Iterable[torch.Tensor | None] = ()) -> Iterator[ReadingAhead]:
     """Inside, this thread's downloads of these tensors, and of those that are added, come in blocks.
 

@@ -11,6 +11,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy.collector import collector_paused
+from skyproxy.interrupts import shielded
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import (
     DisableTorchFunction,
@@ -60,6 +61,7 @@ def prepare(until: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
+@shielded
 def _neutral_loading() -> Iterator[None]:
     """Let modules of PyTorch make their tensors as at the top of a program, whatever runs when they are loaded."""
     modes_off = disable_current_modes() if count_dispatch_modes() else _NOTHING

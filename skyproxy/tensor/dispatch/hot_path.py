@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyproxy import patching
+from skyproxy.interrupts import shielded
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
@@ -268,6 +269,7 @@ def dispatch_remote(
     return result
 
 
+@shielded  # autograd asks a fake tensor for its device where it must not throw, and for the rule of that question here
 def find_rule(op: Any, tensor_class: type) -> object:
     """PyTorch's `find_torch_dispatch_rule`, which C++ asks before each operation on a tensor of a class in Python.
 

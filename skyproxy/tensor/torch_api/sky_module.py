@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skyproxy.interrupts import shielded
 from skyproxy.session.backlog import Backlog
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice, index_in
@@ -71,10 +72,12 @@ class device(contextlib.ContextDecorator):
         self.idx = index_in(device)
         self.prev_idx = -1
 
+    @shielded
     def __enter__(self) -> None:
         self.prev_idx = DEVICES.current
         set_device(self.idx)
 
+    @shielded
     def __exit__(self, *exc_info: object) -> None:
         set_device(self.prev_idx)
 

@@ -14,6 +14,7 @@ import torch
 
 from skyproxy import patching
 from skyproxy.errors import ConfigurationError
+from skyproxy.interrupts import shielded
 from skyproxy.tensor.core.devices import DEVICES, Handle
 from skyproxy.tensor.torch_api import sky_module
 
@@ -180,11 +181,13 @@ class Stream(_plain_stream):  # type: ignore[misc]
 
         return is_capturing()
 
+    @shielded
     def __enter__(self) -> object:
         self._outer.append((DEVICES.current, current_stream(self.device)))
         set_stream(self)
         return self
 
+    @shielded
     def __exit__(self, *exc_info: object) -> None:
         index, outer = self._outer.pop()
         set_stream(outer)
@@ -223,10 +226,12 @@ class StreamContext:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
+    @shielded
     def __enter__(self) -> None:
         if self.stream is not None:
             self.stream.__enter__()
 
+    @shielded
     def __exit__(self, *exc_info: object) -> None:
         if self.stream is not None:
             self.stream.__exit__(*exc_info)
