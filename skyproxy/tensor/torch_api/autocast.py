@@ -105,7 +105,7 @@ class _Cache(threading.local):
     """Weights that were cast already; for each, the weight itself (so that its id stays its own) and the cast."""
 
     def __init__(self) -> None:
-        self.casts: dict[tuple[int, bool, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 _cache = _Cache()
@@ -142,13 +142,15 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         and dtype is torch.get_autocast_dtype("sky")
         and not value._is_view()
         and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()
     ):
         return value.to(dtype)
-    # A cast made without gradients is no use to those who want one.
-    key = (id(value), torch.is_grad_enabled(), dtype)
+    # As PyTorch's: without gradients it finds the casts that were made with them, and makes them for both.
+    key = (id(value), dtype)
     known = _cache.casts.get(key)
     if known is None:
-        known = _cache.casts[key] = (value, value.to(dtype))
+        with torch.enable_grad():
+            known = _cache.casts[key] = (value, value.to(dtype))
     return known[1]
 
 

@@ -458,3 +458,22 @@ def test_a_pseudo_inverse_is_multiplied_in_low_precision(size: tuple[int, ...], 
         assert result.dtype is torch.bfloat16
         found.append((result.tolist(), type(result.grad_fn)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("second", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_weight_that_changes_in_a_region_is_used_as_on_the_cpu(first: Any, second: Any, sky1: str) -> None:
+    """Casts are kept for the region, whether gradients were wanted or not, and in inference mode none is."""
+    found = []
+    for device in ("cpu", sky1):
+        module, x = nn.Linear(2, 2, bias=False).to(device), torch.ones(1, 2, device=device)
+        nn.init.ones_(module.weight)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            for mode in (first, second, first):
+                with mode():
+                    result = module(x)
+                found.append((result.tolist(), result.requires_grad))
+                with torch.no_grad():
+                    module.weight.add_(1)
+    half = len(found) // 2
+    assert found[:half] == found[half:]
