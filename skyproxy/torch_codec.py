@@ -273,6 +273,18 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
     rank = len(size)
     if rank < 2:
         return (1,) * rank
+    # Written out for the usual ranks: every new shape asks this several times.
+    if rank == 4:
+        _, b, c, d = size
+        d = d or 1
+        c = (c or 1) * d
+        return ((b or 1) * c, c, d, 1)
+    if rank == 3:
+        _, b, c = size
+        c = c or 1
+        return ((b or 1) * c, c, 1)
+    if rank == 2:
+        return (size[1] or 1, 1)
     stride = [1] * rank
     running = 1
     for at in range(rank - 1, 0, -1):

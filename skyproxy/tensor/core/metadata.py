@@ -15,6 +15,8 @@ from skyproxy.settings import SETTINGS
 from skyproxy.torch_codec import Description
 
 Key = tuple[object, ...]
+_strided, _product, _names = torch.strided, math.prod, torch_codec.DTYPE_NAMES
+_widths = {dtype: dtype.itemsize for dtype in _names}
 _MOST_BYTES = (1 << 63) - 1
 """Bytes that PyTorch's numbers can count."""
 
@@ -73,21 +75,24 @@ class Meta:
         conjugate: bool = False,
         negative: bool = False,
     ) -> None:
-        self.size, self.stride, self.offset, self.dtype = size, stride, offset, dtype
-        self.layout, self.conjugate, self.negative = layout, conjugate, negative
-        self.plain = layout is torch.strided and not conjugate and not negative
+        self.size = size
+        self.stride = stride
+        self.offset = offset
+        self.dtype = dtype
+        self.layout = layout
+        self.conjugate = conjugate
+        self.negative = negative
+        self.plain = plain = layout is _strided and not conjugate and not negative
         self.encoded = (
-            (torch_codec.DTYPE_NAMES[dtype], size, stride, offset)
-            if self.plain
-            else tuple(torch_codec.encode_description(self.description))
+            (_names[dtype], size, stride, offset) if plain else tuple(torch_codec.encode_description(self.description))
         )
-        count = math.prod(size)
-        if layout is not torch.strided:
+        count = _product(size)
+        if layout is not _strided:
             if count > _MOST_BYTES:
                 raise RuntimeError("numel: integer multiplication overflow")  # in PyTorch's words, as below
             self.large = False  # its size says nothing about its bytes
             return
-        byte_count = count * dtype.itemsize
+        byte_count = count * _widths[dtype]
         if byte_count > _MOST_BYTES and torch_codec.storage_extent(size, stride, offset) * dtype.itemsize > _MOST_BYTES:
             raise RuntimeError(f"Storage size calculation overflowed with sizes={list(size)}")
         self.large = byte_count >= SETTINGS.prompt_release_bytes
@@ -134,10 +139,16 @@ def plain_meta(
     size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None, offset: int = 0
 ) -> Meta:
     """The `Meta` of a strided tensor, row-major unless told otherwise."""
-    key = (size, torch_codec.contiguous_stride(size) if stride is None else stride, offset, dtype)
+    key = (size, _contiguous_stride(size) if stride is None else stride, offset, dtype)
     reference = _interned.get(key)
-    found = reference() if reference is not None else None
-    return _intern(key) if found is None else found
+    if reference is not None:
+        found = reference()
+        if found is not None:
+            return found
+    return _intern(key)
+
+
+_contiguous_stride = torch_codec.contiguous_stride
 
 
 def intern_meta(d: Description) -> Meta:

@@ -246,6 +246,16 @@ class BoundCall:
         return self.args[position] if position < len(self.args) else None
 
 
+def is_host_number(info: OpInfo, position: int, a: torch.Tensor) -> bool:
+    """Return whether a tensor of the CPU among remote ones is a number that travels as a value: see `BoundCall`."""
+    return (
+        a.dim() == 0
+        and a.device.type == "cpu"
+        and a.layout is torch.strided
+        and (not info.writes or info.names[position] not in info.writes)
+    )
+
+
 def refuse_to_pin(wanted: object) -> None:
     """Raise what CUDA raises of `pin_memory=True`, without asking the worker.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,11 +47,6 @@ _NEW = (commands.NEW,)
 _NEW_LIST = (commands.NEW_LIST,)
 _IGNORED = (commands.IGNORED,)
 _FIRST = (Output(tensor=0),)
-
-
-_NONE_OR_FIRST = {None, 0}
-_is_plain = operator.attrgetter("plain")
-_shares_of_look = operator.itemgetter(1)
 
 
 class Entry:
@@ -147,7 +141,15 @@ class Entry:
         entry = Entry(None)
         listed = found[0] if type(found[0]) is list else None
         looks: Sequence[Look] = found if listed is None else listed  # type: ignore[assignment]  # a list comes alone
-        made = [meta for meta, _ in looks if meta is not None]
+        made: list[Meta] = []
+        for meta, shares in looks:
+            if meta is None:
+                continue
+            made.append(meta)
+            if shares or not meta.plain:
+                has_tensors = False
+            elif shares is not None:
+                entry.shares_first = True
         entry._made = made
         if listed is not None:
             entry.listed, entry.output_templates = listed, _NEW_LIST
@@ -158,12 +160,9 @@ class Entry:
                 if len(made) == len(looks)
                 else tuple([commands.IGNORED if meta is None else commands.NEW for meta, _ in looks])
             )
-        sharing = set(map(_shares_of_look, looks))
-        whole = listed is not None or len(looks) > 1
-        if has_tensors and whole and sharing <= _NONE_OR_FIRST and all(map(_is_plain, made)):
-            entry.shares_first = 0 in sharing
-        else:
+        if not (has_tensors and (listed is not None or len(looks) > 1)):  # not for the fast path
             entry._outputs, entry.listed, entry.several = entry.outputs, None, None
+            entry.shares_first = False
         return entry
 
     def settle(self, call: BoundCall) -> Entry:
@@ -207,12 +206,14 @@ def expectation(entry: Entry, key: Iterable[object]) -> list[object]:
     Args:
         key: what `entry` is kept under, or the `Meta`s of the call's tensors.
     """
-    described: list[object] = [meta.encoded for meta in entry.made]
+    made = entry._made
+    described: list[object] = [entry.meta.encoded] if made is None else [meta.encoded for meta in made]  # type: ignore[union-attr]
     for part in key:
-        if type(part) is Meta:
-            described.append(part.encoded)
-        elif type(part) is tuple:
-            described += [meta.encoded for meta in part if type(meta) is Meta]
+        kind = type(part)
+        if kind is Meta:
+            described.append(part.encoded)  # type: ignore[attr-defined]
+        elif kind is tuple:
+            described += [meta.encoded for meta in part if type(meta) is Meta]  # type: ignore[attr-defined]
     return described
 
 

@@ -23,15 +23,20 @@ from skyproxy.tensor.core.host_copies import forget_copy, know_element
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass, rule_registry
 from skyproxy.tensor.core.user_lines import FOREIGN
+from skyproxy.tensor.dispatch.binding import is_host_number
 from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
-from skyproxy.tensor.dispatch.recording import count_changes, learn, new_tensors, record
+from skyproxy.tensor.dispatch.recording import count_changes, learn, record
+from skyproxy.torch_codec import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from skyproxy.tensor.core.devices import Handle
+    from collections.abc import Sequence
+
+    from skyproxy.tensor.core.devices import Handle, SkyDevice
     from skyproxy.tensor.core.metadata import Meta
     from skyproxy.tensor.dispatch.entries import Entry
+    from skyproxy.tensor.shapes.rules import Look
 
 _make_wrapper = make_wrapper_subclass
 _getframe = sys._getframe
@@ -76,6 +81,32 @@ def looks_of_many(items: list[object]) -> tuple[Handle, tuple[Meta, ...], list[i
     if len(classes) != 1 and any(handle.device is not handles[0].device for handle in handles):
         return None
     return handles[0], tuple(map(_meta_of_handle, handles)), list(map(_slot_of_handle, handles))
+
+
+def new_tensors(device: SkyDevice, looks: Sequence[Look], owner: Handle | None) -> list[RemoteTensor | None]:
+    """Fresh plain tensors; those that share the first argument's storage are views of `owner`."""
+    handle_type, recorder, place = device.handle_type, device.recorder, device.torch_device
+    free, held = recorder.free, recorder.held
+    made: list[RemoteTensor | None] = []
+    for meta, shares in looks:
+        if meta is None:
+            made.append(None)
+            continue
+        handle = handle_type()
+        handle.meta = meta
+        handle.root = owner if shares == 0 else None
+        if free:  # as in `take_slot`: no call may end between
+            handle.slot = slot = free[0]
+            held[slot] = True
+            heappop(free)
+        else:
+            recorder.take_slot(handle)
+        if shares == 0 and not meta.size and owner.copied:  # type: ignore[union-attr]  # who shares has an owner
+            know_element(handle, owner)  # type: ignore[arg-type]
+        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, meta.layout, place)
+        tensor._sky_dict = {"_sky": handle}
+        made.append(tensor)
+    return made
 
 
 def dispatch_remote(
@@ -162,6 +193,9 @@ def dispatch_remote(
             elif how == TENSOR and (kind is int or kind is bool or a is None or kind is complex):
                 key.append(kind)
                 wire.append(a if a is not None else 0)
+            elif how == TENSOR and kind is torch.Tensor and is_host_number(info, len(key) - 1, a):
+                key.append(("host", DTYPE_NAMES[a.dtype]))
+                wire.append(a.item())
             else:
                 return record(info, func, args, kwargs or {})
     if device is None:

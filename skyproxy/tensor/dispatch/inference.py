@@ -153,9 +153,12 @@ def _ask_rule(call: BoundCall) -> RuleAnswer | None:
     if call.kwargs or any(isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() for a in call.args):
         return None
     found = call.info.rule(*(meta_of(a) if type(a) is torch.Tensor else _look(a) for a in call.args))
-    if found is None or found is TARGET or any(type(item) is list or item[1] is not None for item in found):
-        return None
-    return found
+    return found if found is not None and is_fresh(found) else None
+
+
+def is_fresh(found: RuleAnswer) -> bool:
+    """Return whether all results are tensors with a memory of their own."""
+    return found is not TARGET and not any(type(item) is list or item[1] is not None for item in found)
 
 
 _READS_BITS = frozenset({"aten::view_as_real", "aten::view_as_complex", "aten::view.dtype"})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyproxy.interrupts import raised_by_handler
+from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import DisableTorchFunction, count_dispatch_modes, function_transform_level
 
@@ -64,10 +65,11 @@ def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], m
 def _are_floating(items: Iterable[object]) -> bool:
     """Return whether all looks are of floating point; without generators, for each new shape is asked."""
     for a in items:
-        if isinstance(a, Meta):
-            if not a.dtype.is_floating_point:
+        kind = type(a)
+        if kind is Meta or kind is KnownMeta:
+            if not a.dtype.is_floating_point:  # type: ignore[attr-defined]
                 return False
-        elif type(a) in (list, tuple) and not _are_floating(a):  # type: ignore[arg-type]
+        elif (kind is list or kind is tuple) and a and type(a[0]) is not int and not _are_floating(a):  # type: ignore[index,arg-type]
             return False
     return True
 

@@ -20,9 +20,9 @@ from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core import host_copies, known_values
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.known_values import KnownMeta
-from skyproxy.tensor.core.metadata import Meta
+from skyproxy.tensor.core.metadata import Meta, meta_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor, make_view, set_metadata
-from skyproxy.tensor.core.torch_private import OpOverload, TensorBase, make_wrapper_subclass
+from skyproxy.tensor.core.torch_private import OpOverload, TensorBase
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
 from skyproxy.tensor.dispatch.binding import BoundCall, refuse_to_pin, template_of
@@ -30,15 +30,15 @@ from skyproxy.tensor.dispatch.capture import check_reshaped
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
 from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across_devices
-from skyproxy.tensor.dispatch.op_info import TENSORS, OpInfo, info_of
-from skyproxy.tensor.shapes.rules import Look
+from skyproxy.tensor.dispatch.op_info import NUMBER, SCALAR, TENSORS, OpInfo, info_of
 
 _infers = torch.is_inference_mode_enabled
 _is_of_inference = TensorBase.is_inference
 _getframe = sys._getframe
-_make_wrapper = make_wrapper_subclass
 _Parameter = torch.nn.Parameter
 _HALVES = (torch.float16, torch.bfloat16)
+_VALUES = frozenset({NUMBER, SCALAR})
+_NUMBERS = frozenset({int, float, list})
 _record_lines = SETTINGS.record_lines
 _MANY_TENSORS = 50_000
 """Operations that take and give more tensors than this begin a batch."""
@@ -195,6 +195,7 @@ def learn(
         return None
     looks: list[Any] = []
     templates: list[object] = []
+    has_values = False
     for a, how in zip(args, info.kinds, strict=False):
         kind = type(a)
         if kind is RemoteTensor:
@@ -209,9 +210,14 @@ def learn(
                 return None
             looks.append(items)
             templates.append(commands.TENSORS)
+        elif kind is torch.Tensor:
+            looks.append(meta_of(a))
+            templates.append((commands.HOST_SCALAR, torch_codec.DTYPE_NAMES[a.dtype]))
+            has_values = True
         else:
             looks.append(a)
-            templates.append(template_of(a, how, device))
+            is_value = how in _VALUES and kind in _NUMBERS  # the usual case of `template_of`
+            templates.append(commands.VALUE if is_value else template_of(a, how, device))
     named: dict[str, object] = {}
     keywords: list[Any] = []
     if kwargs:
@@ -229,7 +235,7 @@ def learn(
                 keywords.append((name, template_of(a, kinds[name], device)))
     assert info.rule is not None
     found = info.rule(*looks, **named)
-    if found is None:
+    if found is None or (has_values and (named or not inference.is_fresh(found))):
         return None
     entry = Entry.of_rule(found)
     if not takes_dtypes(info, looks, named, entry.made):
@@ -351,26 +357,6 @@ def _result(call: BoundCall, meta: Meta, shares: int | None) -> RemoteTensor:
     if owner.copied and not meta.size:
         host_copies.know_element(handle, owner)
     return make_view(meta, handle, base)
-
-
-def new_tensors(device: SkyDevice, looks: Sequence[Look], owner: Handle | None) -> list[RemoteTensor | None]:
-    """Fresh plain tensors; those that share the first argument's storage are views of `owner`."""
-    handle_type, take_slot, place = device.handle_type, device.recorder.take_slot, device.torch_device
-    made: list[RemoteTensor | None] = []
-    for meta, shares in looks:
-        if meta is None:
-            made.append(None)
-            continue
-        handle = handle_type()
-        handle.meta = meta
-        handle.root = owner if shares == 0 else None
-        take_slot(handle)
-        if shares == 0 and not meta.size and owner.copied:  # type: ignore[union-attr]  # who shares has an owner
-            host_copies.know_element(handle, owner)  # type: ignore[arg-type]
-        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, meta.layout, place)
-        tensor._sky_dict = {"_sky": handle}
-        made.append(tensor)
-    return made
 
 
 def new_tensor(device: SkyDevice, meta: Meta) -> RemoteTensor:

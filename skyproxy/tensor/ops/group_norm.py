@@ -102,7 +102,8 @@ def group_norm(x: torch.Tensor, weight: object, bias: object, *numbers: object) 
     """`aten::native_group_norm` where gradients may be wanted; see there."""
     if type(x) is not RemoteTensor or not torch.is_grad_enabled() or function_transform_level() is not None:
         return _stock(x, weight, bias, *numbers)
-    if x._sky.device.place[0] != "cpu" or not suggests_channels_last(tuple(x.shape), x.stride()):
+    meta = x._sky.meta
+    if x._sky.device.place[0] != "cpu" or not suggests_channels_last(meta.size, meta.stride):
         return _stock(x, weight, bias, *numbers)
     if is_forward_ad_active() or _choice.takes_stock:
         return _stock(x, weight, bias, *numbers)

@@ -15,8 +15,7 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.torch_codec import contiguous_stride
 
 Ints = tuple[int, ...]
-_NO_SIZE: Ints = ()
-_NUMBER: tuple[Ints, Ints] = ((), ())
+_MOST = 1 << 63
 NUMBERS = frozenset({int, float, bool, complex})
 
 
@@ -88,17 +87,20 @@ def is_dense(size: Ints, stride: Ints) -> bool:
     return True
 
 
-def elementwise_stride(size: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:
+def elementwise_stride(size: Ints, operands: list[tuple[Ints, Ints]], with_numbers: bool = False) -> Ints:
     """The strides of a fresh elementwise result.
 
     Args:
         size: the common size.
-        operands: size and stride of each operand; numbers have none.
+        operands: size and stride of each operand that has dimensions.
+        with_numbers: whether there are others, too.
     """
     usual = contiguous_stride(size)
-    if operands.count((size, usual)) == len(operands):
+    if operands.count((size, usual)) == len(operands) and (not with_numbers or 0 not in size):
         return usual
-    if all(own == size for own, _ in operands):
+    if _all_descend(size, operands):
+        return usual
+    if not with_numbers and all(own == size for own, _ in operands):
         if all(is_contiguous(size, stride) for _, stride in operands):
             return usual
         if len(size) == 4 and all(is_channels_last(size, stride) for _, stride in operands):
@@ -128,6 +130,30 @@ def elementwise_stride(size: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:
         result[dim] = running
         running *= size[dim]
     return tuple(result)
+
+
+def _all_descend(size: Ints, operands: list[tuple[Ints, Ints]]) -> bool:
+    """Return whether strides of every operand get smaller from dimension to dimension: most slices, and broadcasting.
+
+    No two dimensions are exchanged then. Dimensions that are broadcast do not count; other zeros take more thought.
+    """
+    rank = len(size)
+    for own, stride in operands:
+        last = _MOST
+        if own == size:
+            for step in stride:
+                if not 0 < step < last:
+                    return False
+                last = step
+        else:
+            at = rank - len(own)
+            for n, step in zip(own, stride):
+                if step and (n != 1 or size[at] == 1):
+                    if step >= last:
+                        return False
+                    last = step
+                at += 1
+    return True
 
 
 def _order(size: Ints, rows: list[Ints]) -> list[int]:
@@ -196,6 +222,15 @@ def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dty
 
 def result_dtype(operands: Sequence[object]) -> torch.dtype:
     """The dtype that tensors (as `Meta`) and numbers have in common, as `torch.result_type` tells it."""
+    if len(operands) == 2:  # the usual cases
+        first, second = operands
+        if type(first) is Meta:
+            dtype = first.dtype
+            if type(second) is Meta:
+                if second.dtype is dtype:
+                    return dtype
+            elif dtype.is_floating_point and type(second) is not complex:
+                return dtype
     found: list[torch.dtype | None] = [None, None, None]
     for a in operands:
         if type(a) is Meta:
@@ -223,17 +258,24 @@ def elementwise(operands: Sequence[object], common: torch.dtype | None = None) -
     """
     pairs: list[tuple[Ints, Ints]] = []
     sizes: list[Ints] = []
+    with_numbers = False
     for a in operands:
         if type(a) is Meta:
             if not a.plain:
                 return None
-            converted = common is not None and a.dtype is not common and a.size
-            pairs.append((a.size, preserved_stride(a.size, a.stride) if converted else a.stride))
-            sizes.append(a.size)
+            size, stride = a.size, a.stride
+            if not size:
+                with_numbers = True
+                continue
+            if common is not None and a.dtype is not common:
+                stride = preserved_stride(size, stride)
+            pairs.append((size, stride))
+            sizes.append(size)
         elif type(a) in NUMBERS:
-            pairs.append(_NUMBER)
-            sizes.append(_NO_SIZE)
+            with_numbers = True
         else:
             return None
-    size = broadcast_sizes(sizes)
-    return None if size is None else (size, elementwise_stride(size, pairs))
+    if not pairs:
+        return (), ()
+    common_size = broadcast_sizes(sizes)
+    return None if common_size is None else (common_size, elementwise_stride(common_size, pairs, with_numbers))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride, result_dtype
+from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride, preserved_stride, result_dtype
 from skyproxy.tensor.shapes.reductions import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, preserved, row_major, rule
 from skyproxy.tensor.shapes.selections import are_integers, axis_of, plain
@@ -71,16 +71,16 @@ def _stack(parts: list[Meta], dim: int = 0) -> RuleResult:
 
 def _padded_size(x: Meta, pad: Sequence[int]) -> Ints | None:
     pairs = len(pad) // 2
-    if not plain(x) or type(pad) not in (list, tuple) or len(pad) % 2 or pairs > len(x.size):
-        return None
-    if not all(type(n) is int for n in pad):
+    if not plain(x) or not are_integers(pad) or len(pad) % 2 or pairs > len(x.size):
         return None
     size = list(x.size)
-    for pair in range(pairs):
-        before, after = pad[2 * pair], pad[2 * pair + 1]
-        if before + size[-1 - pair] <= 0 or size[-1 - pair] + after <= 0 or size[-1 - pair] + before + after <= 0:
+    at = len(size) - 1
+    for before, after in zip(pad[::2], pad[1::2], strict=True):
+        n = size[at]
+        size[at] = n + before + after
+        if before + n <= 0 or n + after <= 0 or size[at] <= 0:
             return None
-        size[-1 - pair] += before + after
+        at -= 1
     return tuple(size)
 
 
@@ -90,8 +90,7 @@ def _pad(x: Meta, pad: Sequence[int], value: object = 0) -> RuleResult:
     if size is None or type(value) not in (int, float, bool):
         return None
     if max(pad, default=0) <= 0:  # only cut: a copy of a part, with that part's strides
-        look = preserved(plain_meta(size, x.dtype, x.stride))
-        return None if look is None else [(look, None)]
+        return [(plain_meta(size, x.dtype, preserved_stride(size, x.stride)), None)]
     stride = channels_last_stride(size) if suggests_channels_last(x.size, x.stride) else None
     return [(plain_meta(size, x.dtype, stride), None)]
 
@@ -133,9 +132,12 @@ _scatter_into("diagonal_scatter", "diagonal")
 def _parts(x: Meta, at: int, sizes: list[int]) -> RuleResult:
     found: list[tuple[Meta, int | None]] = []
     offset, step, dtype, stride = x.offset, x.stride[at], x.dtype, x.stride
-    whole = {n: (*x.size[:at], n, *x.size[at + 1 :]) for n in set(sizes)}
+    before, behind = x.size[:at], x.size[at + 1 :]
+    last, size = -1, x.size
     for n in sizes:
-        found.append((plain_meta(whole[n], dtype, stride, offset), 0))
+        if n != last:  # those that are as long share their numbers
+            last, size = n, (*before, n, *behind)
+        found.append((plain_meta(size, dtype, stride, offset), 0))
         offset += n * step
     return [found]
 

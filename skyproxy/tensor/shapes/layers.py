@@ -90,7 +90,9 @@ def statistics_dtype(x: Meta, parts: Sequence[Meta]) -> torch.dtype | None:
 
     Other devices note float32 for tensors of half precision, and are asked.
     """
-    kinds = {part.dtype for part in parts} or {x.dtype}
+    if not parts:
+        return x.dtype if x.dtype in FLOATS else None
+    kinds = {part.dtype for part in parts}
     fits = x.dtype in FLOATS and (kinds == {x.dtype} or (kinds == {torch.float32} and x.dtype not in _EXACT))
     return kinds.pop() if fits else None
 
@@ -102,7 +104,7 @@ def _layer_norm(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta |
     dtype = statistics_dtype(x, parts) if _is_float(x) else None
     if dtype is None or rank < 0 or x.size[rank:] != tuple(shape) or not shape:
         return None
-    if any(t.size != tuple(shape) or not row_major(t) for t in parts):
+    if parts and any(t.size != tuple(shape) or not row_major(t) for t in parts):
         return None
     sums = plain_meta((*x.size[:rank], *[1] * len(shape)), dtype)
     return [(plain_meta(x.size, x.dtype), None), (sums, None), (sums, None)]

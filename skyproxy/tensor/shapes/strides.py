@@ -49,7 +49,7 @@ def suggested_stride(size: Sizes, stride: Sizes) -> Sizes:
 
 def suggests_channels_last(size: Sizes, stride: Sizes) -> bool:
     """Return whether `suggest_memory_format` takes a tensor for a channels-last one."""
-    if len(size) not in (4, 5) or stride[1] == 0:
+    if len(size) not in (4, 5) or stride[1] == 0 or stride[-1] < stride[1]:
         return False
     smallest = 0
     for d in (1, *range(len(size) - 1, 1, -1), 0):

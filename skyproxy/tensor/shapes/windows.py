@@ -33,16 +33,14 @@ def _steps_of(rank: int, halves: bool, *rows: Sequence[int]) -> _Steps | None:
         halves: whether padding must not be more than half of the kernel, as in pooling.
         rows: kernel, stride, padding and dilation.
     """
-    for row in rows:
-        for n in row:
-            if type(n) is not int:
-                return None
     return _remembered_steps(rank, halves, *map(tuple, rows))
 
 
 @functools.lru_cache(1024)
 def _remembered_steps(rank: int, halves: bool, *given: Ints) -> _Steps | None:
-    """Return the same for numbers that were checked before: they come again with every new shape."""
+    """Return the same for tuples: they come again with every new shape."""
+    if any(type(n) is not int for a in given for n in a):
+        return None
     rows = [a * rank if len(a) == 1 else a for a in given]
     if not all(len(a) == rank for a in rows):
         return None
@@ -54,8 +52,13 @@ def _remembered_steps(rank: int, halves: bool, *given: Ints) -> _Steps | None:
 
 def _places(area: Ints, steps: _Steps) -> Ints | None:
     """Return in how many places of an area a window fits; None where it fits nowhere."""
-    found = tuple([(n - reach) // step + 1 for n, (reach, step) in zip(area, steps)])
-    return found if min(found) > 0 else None
+    found: Ints = ()
+    for n, (reach, step) in zip(area, steps):
+        places = (n - reach) // step + 1
+        if places < 1:
+            return None
+        found += (places,)
+    return found
 
 
 def _pooled_area(area: Ints, rank: int, rows: Sequence[Sequence[int]], ceil: bool) -> Ints | None:
@@ -69,14 +72,12 @@ def _pooled_area(area: Ints, rank: int, rows: Sequence[Sequence[int]], ceil: boo
     found = None if steps is None else _places(area, steps)
     if not ceil or found is None or steps is None:
         return found
-    pads = [*rows[2]] * (rank // len(rows[2]))
-    sides = zip(area, steps, pads, strict=True)
-    return tuple([_places_up(n, reach, step, pad) for n, (reach, step), pad in sides])
-
-
-def _places_up(n: int, reach: int, step: int, pad: int) -> int:
-    found = -((reach - n) // step) + 1
-    return found - 1 if (found - 1) * step >= n + pad else found
+    found = ()
+    for at, (reach, step) in enumerate(steps):
+        n, pad = area[at], rows[2][at % len(rows[2])]
+        places = -((reach - n) // step) + 1
+        found += (places - 1 if (places - 1) * step >= n + pad else places,)
+    return found
 
 
 def _pair(values: Sequence[int]) -> tuple[int, ...] | None:

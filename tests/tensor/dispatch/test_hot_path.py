@@ -202,6 +202,32 @@ def test_a_rule_that_somebody_registered_is_found(sky: str) -> None:
     assert asked == [sin]
 
 
+_NUMBERS_OF_THE_CPU = [torch.tensor(n) for n in (2.5, 3, True, 1j)] + [torch.tensor(2.5, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16])
+def test_a_number_of_the_cpu_takes_the_fast_path(sky: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    x = torch.ones(2, 3).to(dtype)
+    remote = x.to(sky)
+    with monkeypatch.context() as patched:
+        patched.setattr(hot_path, "record", None)
+        found = [f(remote) for n in _NUMBERS_OF_THE_CPU for f in _with_a_number(n) for _ in range(2)]
+    expected = [f(x) for n in _NUMBERS_OF_THE_CPU for f in _with_a_number(n) for _ in range(2)]
+    assert tree_differences(found, expected) == []
+
+
+def _with_a_number(n: torch.Tensor) -> list[Any]:
+    return [lambda x: x + n, lambda x: n * x, lambda x: x == n, lambda x: torch.where(x > 0, x, n)]
+
+
+def test_what_is_no_number_of_the_cpu_is_told_as_before(sky: str) -> None:
+    x = torch.ones(2, 3, device=sky)
+    for give in (lambda n: x + n.expand(1), lambda n: n.clone().add_(x.sum()), lambda n: x.addmm_(n, x)):
+        with pytest.raises(RuntimeError):
+            give(torch.tensor(2.0))
+    assert torch.equal((x + torch.tensor(2.0)).cpu(), torch.full((2, 3), 3.0))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_loop_over_many_elements_keeps_its_session(sky: str) -> None:
