@@ -69,6 +69,14 @@ def _stack(parts: list[Meta], dim: int = 0) -> RuleResult:
     return None if stride is None else [(plain_meta(wanted, found.dtype, stride), None)]
 
 
+@rule("block_diag")
+def _diagonal_of_blocks(parts: list[Meta]) -> RuleResult:
+    if not parts or not plain(*parts) or any(len(p.size) != 2 or p.dtype is not parts[0].dtype for p in parts):
+        return None
+    size = sum(p.size[0] for p in parts), sum(p.size[1] for p in parts)
+    return [(plain_meta(size, parts[0].dtype), None)]
+
+
 def _padded_size(x: Meta, pad: Sequence[int]) -> Ints | None:
     pairs = len(pad) // 2
     if not plain(x) or not are_integers(pad) or len(pad) % 2 or pairs > len(x.size):

@@ -128,7 +128,7 @@ def _activation_backward(gradient: Meta, x: Meta, *numbers: object, **options: o
 @rule("threshold_backward")
 def _threshold_backward(gradient: Meta, x: Meta, threshold: object) -> RuleResult:
     """As above, but the kernel iterates over the input first."""
-    return _elementwise_of_one_dtype(x, gradient) if are_row_major(x) and gradient.size == x.size else None
+    return _elementwise_of_one_dtype(x, gradient) if gradient.size == x.size else None
 
 
 @rule("isnan isposinf isneginf signbit")
@@ -247,9 +247,9 @@ def _nll(x: Meta, target: Meta, weight: Meta | None, reduction: int, ignored: ob
 
 @rule("nll_loss_backward")
 def _nll_backward(gradient: Meta, x: Meta, target: Meta, *rest: object) -> RuleResult:
-    fits = (
-        whole_floats(gradient, x) and are_row_major(target) and len(x.size) == 2 and gradient.size in ((), x.size[:1])
-    )
+    """Row-major, however the gradient lies: without a reduction, that of a sum is one number in each place."""
+    fits = plain(gradient, x, target) and gradient.dtype is x.dtype and x.dtype in FLOATS and len(x.size) == 2
+    fits = fits and target.dtype is torch.int64 and gradient.size in ((), x.size[:1])
     return [fresh(x.size, x.dtype)] if fits and target.size == x.size[:1] else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from skyproxy.tensor.core.metadata import Meta
-from skyproxy.tensor.shapes.elementwise import Ints, broadcast_sizes
+from skyproxy.tensor.shapes.elementwise import Ints, broadcast_sizes, promoted
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
 from skyproxy.tensor.shapes.selections import DTYPES, RULES, are_row_major, axis_of, fresh, plain
 
@@ -175,8 +175,9 @@ def _segments(
 def _norm(
     x: Meta, order: object = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> RuleResult:
-    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
-    return [fresh(size, x.dtype)] if size is not None and type(order) in (int, float) else None
+    widens = dtype is None or (dtype in FLOATS and promoted(x.dtype, dtype) is dtype)
+    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and widens else None
+    return [fresh(size, dtype or x.dtype)] if size is not None and type(order) in (int, float) else None
 
 
 @rule("norm.ScalarOpt_dim")

@@ -18,6 +18,12 @@ def _places(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(x.shape, dtype=torch.int64)
 
 
+def _classes_of(x: torch.Tensor) -> torch.Tensor:
+    if x.dim() != 2:
+        raise IndexError("chances of classes have two dimensions here")
+    return torch.zeros(len(x), dtype=torch.int64)
+
+
 def _keys_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() != 4 or 0 in x.shape:
         raise IndexError("attention is of four dimensions")
@@ -113,6 +119,20 @@ CASES: dict[str, Arguments] = {
     "take": lambda x: (x, _INDEX),
     "log_sigmoid_forward": lambda x: (x,),
     "elu_backward": lambda x: (x, 1.0, 1.0, 1.0, False, x.contiguous()),
+    "threshold_backward": lambda x: (x, x.contiguous(), 0.0),
+    "threshold_backward of a row-major gradient": lambda x: (x.contiguous(), x, 0.0),
+    "threshold_backward of an expanded gradient": lambda x: (torch.zeros(()).expand(x.shape), x, 0.0),
+    "nll_loss_backward of each": lambda x: (x[:, 0], x, _classes_of(x), None, 0, -100, torch.zeros(())),
+    "nll_loss_backward of an expanded gradient": lambda x: (
+        torch.zeros(()).expand(x.shape[:1]),
+        x,
+        _classes_of(x),
+        None,
+        0,
+        -100,
+        torch.zeros(()),
+    ),
+    "block_diag": lambda x: ([x, x.contiguous()],),
     "leaky_relu_backward": lambda x: (x, x.contiguous(), 0.1, False),
     "hardswish_backward": lambda x: (x.contiguous(), x),
     "native_dropout_backward": lambda x: (x, x > 0, 2.0),
@@ -150,6 +170,16 @@ def test_a_rule_agrees_with_pytorch_in_any_order_of_memory(case: str) -> None:
             others += not x.is_contiguous()
     assert not wrong
     assert others > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_norms_in_another_dtype_look_as_pytorch_makes_them(dtype: torch.dtype) -> None:
+    known = 0
+    for x in tensors():
+        for keepdim in (False, True):
+            assert mismatch("linalg_vector_norm", (x, 2, [0], keepdim), {"dtype": dtype}) is None
+            known += answer_of("linalg_vector_norm", (x, 2, [0], keepdim), {"dtype": dtype}) is not None
+    assert (known > 0) is (dtype in (torch.float32, torch.float64))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
