@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,7 +25,10 @@ if TYPE_CHECKING:
     from skyproxy.session.session import Session
     from skyproxy.tensor.core.devices import Handle
 
+_Place = tuple[weakref.ref[torch.nn.Module], str, str, bool]
+"""A module, its table, a name in that, and whether the gradient of what is there is meant."""
 _BLOCK_ITEMS = 256
+_MOST_PATIENCE = 4096
 _BLOCKS_IN_FLIGHT = 2  # the next block is asked for when half of one is taken
 
 
@@ -36,10 +38,21 @@ class _Reader(threading.local):
     Attributes:
         ahead: what will be asked for for certain.
         guess: what may be: the last state dict of a module, whose values a loop may copy one by one.
+        module: the same of the module that was moved last, and of its gradients.
     """
 
     ahead: ReadingAhead | None = None
     guess: SequentialReads | None = None
+    module: SequentialReads | None = None
+
+    def expected_around(self, handle: Handle) -> ReadingAhead | None:
+        """Return what has been asked for with this tensor among it; None if nobody expected it now."""
+        if self.ahead is not None:
+            return self.ahead
+        ahead = self.guess.reads_around(handle) if self.guess is not None else None
+        if ahead is None and self.module is not None:
+            ahead = self.module.reads_around(handle)
+        return ahead
 
 
 READER = _Reader()
@@ -51,13 +64,13 @@ class _Asked:
 
     Attributes:
         handle: the value; kept, so that nothing else can get its id.
-        ops: how many operations were recorded when it was asked for: one more may have changed it.
+        moment: how many operations and hidden writes were recorded when it was asked for: one more may have changed it.
         first: whether it is the first of its block, whose wait counts.
     """
 
     handle: Handle
     waiter: Waiter
-    ops: int
+    moment: tuple[int, int]
     first: bool
 
 
@@ -68,6 +81,11 @@ class _Storage(Protocol):
     def _cdata(self) -> int: ...
 
     def as_bytes(self) -> RemoteTensor: ...
+
+
+def _moment(session: Session) -> tuple[int, int]:
+    """Return what has another value as soon as something was recorded that may write."""
+    return session.recorder.ops, session.recorder.hidden_writes
 
 
 class ReadingAhead:
@@ -105,7 +123,7 @@ class ReadingAhead:
         session = handle.device.session
         if asked is None:
             return None
-        if asked.ops != session.recorder.ops:
+        if asked.moment != _moment(session):
             self._queue.clear()  # this is not plain saving or moving: what is prefetched would be wasted again
             self._asked.clear()
             return None
@@ -128,22 +146,64 @@ class ReadingAhead:
             handle = self._queue.pop(key)
             session = handle.device.session
             waiter = session.start_fetch(handle.slot, handle.meta.description)
-            self._asked[key] = _Asked(handle, waiter, session.recorder.ops, key == first)
+            self._asked[key] = _Asked(handle, waiter, _moment(session), key == first)
+
+
+class _Tensors(Protocol):
+    """Tensors in order, by names of any kind."""
+
+    def items(self) -> Iterable[tuple[Any, Any]]: ...
+
+    def get(self, name: Any, /) -> Any: ...
+
+
+class ModuleTensors:
+    """A module's parameters, their gradients and its buffers, as far as there are any when somebody looks.
+
+    Keeps neither the module nor a tensor alive. Nor does it refer to tensors weakly, for PyTorch swaps none of those.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def items(self) -> Iterator[tuple[_Place, object]]:
+        """Each with its place, in the order in which loops go through them."""
+        module = self._module()
+        parts = [(weakref.ref(part), part) for part in module.modules()] if module is not None else []
+        for table, of_gradients in (("_parameters", False), ("_parameters", True), ("_buffers", False)):
+            for reference, part in parts:
+                for name in getattr(part, table):
+                    place = reference, table, name, of_gradients
+                    yield place, self.get(place)
+
+    def get(self, place: _Place, /) -> object:
+        reference, table, name, of_gradients = place
+        tensor = getattr(reference(), table, {}).get(name)
+        return tensor.grad if of_gradients and tensor is not None and tensor.is_leaf else tensor
 
 
 class SequentialReads:
-    """A dict of tensors that may be copied one after another, in its order: `{k: v.cpu() for k, v in d.items()}`.
+    """Tensors that may be copied one after another, in their order: `{k: v.cpu() for k, v in d.items()}`.
 
     Nothing is asked for before two neighbours were. From then on as many of the next ones are on their way as were
     taken in turn, in number and in bytes: a loop that ends early has asked for about twice what it took.
     """
 
-    def __init__(self, tensors: OrderedDict[str, torch.Tensor]) -> None:
-        self._tensors = weakref.ref(tensors)
-        self._names: list[str] = []
+    def __init__(self, tensors: Callable[[], _Tensors | None], *, change: bool = False) -> None:
+        """Expect some tensors.
+
+        Args:
+            tensors: gives them; None once they are gone.
+            change: whether others come to be among them, so that they are looked through again.
+        """
+        self._tensors = tensors
+        self._names: list[Any] = []
         self._places: dict[int, int] = {}
         self._tied: set[int] = set()
         self._last = -2
+        self._change = change
+        self._unknown = 0
+        self._patience = 1
         self._begin(-2)
 
     def _begin(self, place: int) -> None:
@@ -151,21 +211,26 @@ class SequentialReads:
         self._taken = self._taken_bytes = 0
         self._next = place + 1
         self._ahead: ReadingAhead | None = None
-        self._recorded: tuple[Session, int] | None = None
+        self._recorded: tuple[Session, tuple[int, int]] | None = None
 
     def reads_around(self, handle: Handle) -> ReadingAhead | None:
         """Return what has been asked for, this tensor among it; None if it is not its turn."""
         tensors = self._tensors()
         if tensors is None:
-            READER.guess = None
+            if READER.guess is self:
+                READER.guess = None
             return None
-        if not self._names:
+        if not self._names and not self._change:
             self._look_through(tensors)
         place = self._places.get(id(handle), -2)
-        if self._handle(tensors, place) is not handle or (place <= self._last and id(handle) in self._tied):
+        if self._handle(tensors, place) is not handle:
+            if not self._change or not self._is_found_now(handle, tensors):
+                return None
+            place = self._places[id(handle)]
+        if place <= self._last and id(handle) in self._tied:
             return None
         session = handle.device.session
-        recorded = (session, session.recorder.ops)
+        recorded = (session, _moment(session))
         if place != self._last + 1 or recorded != self._recorded:
             self._begin(place)
             self._recorded = recorded
@@ -179,7 +244,19 @@ class SequentialReads:
             self._add_some(tensors, self._ahead)
         return self._ahead
 
-    def _look_through(self, tensors: OrderedDict[str, torch.Tensor]) -> None:
+    def _is_found_now(self, handle: Handle, tensors: _Tensors) -> bool:
+        """Look through the tensors again for one that was not there; the less often, the more often that is in vain."""
+        self._unknown += 1
+        if self._unknown < self._patience:
+            return False
+        self._unknown = 0
+        self._names, self._places, self._tied, self._last = [], {}, set(), -2
+        self._look_through(tensors)
+        found = id(handle) in self._places
+        self._patience = 1 if found else min(4 * self._patience, _MOST_PATIENCE)
+        return found
+
+    def _look_through(self, tensors: _Tensors) -> None:
         for name, tensor in tensors.items():
             if type(tensor) is RemoteTensor and tensor._sky.meta.layout is torch.strided:
                 if id(tensor._sky) in self._places:
@@ -188,7 +265,7 @@ class SequentialReads:
                 self._places[id(tensor._sky)] = len(self._names)
                 self._names.append(name)
 
-    def _add_some(self, tensors: OrderedDict[str, torch.Tensor], ahead: ReadingAhead) -> None:
+    def _add_some(self, tensors: _Tensors, ahead: ReadingAhead) -> None:
         window = min(self._taken, _BLOCK_ITEMS)
         if self._next - self._last - 1 > window // 2:
             return
@@ -201,10 +278,10 @@ class SequentialReads:
             if room < 0:
                 break
             if place >= self._next:
-                ahead.add([tensors[self._names[place]]])
+                ahead.add([tensors.get(self._names[place])])
                 self._next = place + 1
 
-    def _handle(self, tensors: OrderedDict[str, torch.Tensor], place: int) -> Handle | None:
+    def _handle(self, tensors: _Tensors, place: int) -> Handle | None:
         tensor = tensors.get(self._names[place]) if place >= 0 else None
         return tensor._sky if type(tensor) is RemoteTensor else None
 

@@ -98,9 +98,7 @@ def download(tensor: RemoteTensor) -> torch.Tensor:
     meta: Meta = handle.meta
     if meta.layout is not torch.strided:
         return _download_sparse(tensor)
-    ahead = READER.ahead
-    if ahead is None and READER.guess is not None:
-        ahead = READER.guess.reads_around(handle)
+    ahead = READER.expected_around(handle)
     result = ahead.take(handle) if ahead is not None else None
     if result is None:
         result = handle.device.session.fetch(handle.slot, meta.description)

@@ -20,7 +20,7 @@ from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.transfer_groups import grouped_upload
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy.tensor.core.prefetching import reading_ahead
+from skyproxy.tensor.core.prefetching import READER, ModuleTensors, SequentialReads, reading_ahead
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.torch_api.tensor_methods import exchange
 
@@ -150,6 +150,8 @@ def _apply(self: torch.nn.Module, fn: _Function, recurse: bool = True) -> torch.
     try:
         if outermost:
             crossing = DeviceMove(fn, _move_ahead(self, fn, recurse))
+            tensors = ModuleTensors(self)
+            READER.module = SequentialReads(lambda: tensors, change=True)
         return _apply_one(self, crossing, recurse)
     finally:
         if outermost:

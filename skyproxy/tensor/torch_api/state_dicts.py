@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -227,7 +228,7 @@ def _staged_state_dict(state_dict: Callable[..., object]) -> Callable[..., objec
         result = state_dict(self, *args, **kwargs)
         whole = not args and kwargs.get("destination") is None and not kwargs.get("keep_vars")
         if whole and type(result) is OrderedDict and not torch.compiler.is_compiling():
-            READER.guess = SequentialReads(result)
+            READER.guess = SequentialReads(weakref.ref(result))
         return result
 
     return remembered

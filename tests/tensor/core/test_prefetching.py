@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import skyproxy
 from skyproxy.tensor.core.prefetching import READER, reading_ahead
 
 LAYERS = 60
@@ -133,6 +136,80 @@ LOOPS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
     "to": lambda m: {name: v.to("cpu") for name, v in m.state_dict().items()},
     "numpy": lambda m: {name: torch.as_tensor(v.cpu().numpy()) for name, v in m.state_dict().items()},
 }
+
+
+TENSORS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
+    "named parameters": lambda m: [p.cpu() for _, p in m.named_parameters()],
+    "parameters": lambda m: [p.detach().cpu() for p in m.parameters()],
+    "numpy": lambda m: [torch.as_tensor(p.detach().cpu().numpy()) for p in m.parameters()],
+    "lists": lambda m: [torch.tensor(p.tolist()) for p in m.parameters()],
+    "data": lambda m: [p.data.cpu() for p in m.parameters()],
+    "buffers": lambda m: [b.cpu() for b in m.buffers()],
+    "gradients": lambda m: [p.grad.cpu() for p in m.parameters() if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("loop", TENSORS)
+def test_a_loop_over_what_a_module_has_comes_in_blocks(loop: str, sky1: str) -> None:
+    local = model()
+    remote = copy.deepcopy(local).to(sky1)
+    optimizer = torch.optim.SGD(remote.parameters(), lr=0.1)
+    twin = torch.optim.SGD(local.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        twin.zero_grad()
+        for module in (local, remote):
+            sum((p * p).sum() for p in module.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        twin.step()
+        expected, before = TENSORS[loop](local), torch.sky.stats()["round_trips"]
+        found = TENSORS[loop](remote)
+        assert torch.sky.stats()["round_trips"] - before <= len(expected) // 16 + 10
+        assert all(map(torch.equal, found, expected))
+        assert len(found) == len(expected) >= 90
+
+
+def test_what_a_loop_over_parameters_changes_on_the_way_is_seen(sky: str) -> None:
+    remote = model().to(sky)
+    with torch.no_grad():
+        for number, parameter in enumerate(remote.parameters()):
+            copied = parameter.cpu()
+            if number % 10 == 9:
+                for other in remote.parameters():
+                    other.fill_(number)
+            assert number < 10 or torch.equal(copied, torch.full_like(copied, number // 10 * 10 - 1))
+
+
+def test_what_a_graph_or_a_function_changes_on_the_way_is_seen(sky: str) -> None:
+    remote = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)]).to(sky)
+    graph, node = torch.sky.SkyGraph(), next(node for node in skyproxy.list_nodes() if node.alive)
+    with torch.no_grad(), torch.sky.graph(graph):
+        for parameter in remote.parameters():
+            parameter.fill_(7)
+    for loop in (remote.parameters, lambda: remote.state_dict().values()):
+        for change, expected in ((graph.replay, 7), (lambda: node.run(_zero, list(remote.parameters())), 0)):
+            copied = [(value.cpu(), change() if number == 9 else None)[0] for number, value in enumerate(loop())]
+            assert len(copied) == 16
+            assert all((value == expected).all() for value in copied[10:])
+
+
+def _zero(parameters: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+
+
+def test_a_module_that_was_moved_is_not_kept_and_its_tensors_can_be_swapped(sky: str) -> None:
+    remote = model().to(sky)
+    values = [p.cpu() for p in remote.parameters()]
+    first = next(remote.parameters())
+    torch.utils.swap_tensors(first, nn.Parameter(torch.ones_like(first)))
+    assert next(remote.parameters()).cpu().min() == 1
+    gone = weakref.ref(remote)
+    del remote, first
+    gc.collect()
+    assert gone() is None
+    assert len(values) == 2 * LAYERS
 
 
 @pytest.mark.parametrize("loop", LOOPS)
