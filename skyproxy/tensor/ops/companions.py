@@ -33,20 +33,20 @@ _MOST_COMPANIONS = 32
 _MOST_LOOKED_THROUGH = 4096
 """Items of the stream that are looked through after a question; what lies behind more is waited for."""
 _MOST_USELESS = 3
-"""How often a number comes along in vain before it does no more."""
+"""Times that a number comes along in vain before it comes no more."""
 _FEW_ITEMS = 256
 _SELDOM = 8
-"""Behind how many waits more than a few items are looked through to learn: that may take a tenth of a wait."""
+"""Waits behind which more than a few items are looked through to learn: that may take a tenth of a wait."""
 
 
 class _Outputs:
-    """How many of a command's last operands are slots that it fills, by the numbers of ops that change nothing."""
+    """The number of a command's last operands that are slots which it fills, by the numbers of ops that change nothing."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int | None] = {}
 
     def of(self, number: int, session: Session) -> int | None:
-        """Return how many; None for a command that may change what others see."""
+        """Return that number; None for a command that may change what others see."""
         if number not in self._counts:
             for known, structure in session.structures().items():
                 if known not in self._counts:
@@ -68,7 +68,7 @@ def _count_outputs(structure: Any) -> int | None:
 
 
 class Companions:
-    """What one thread knows of the numbers of one session that are asked for together."""
+    """The numbers of one session that a thread asks for together."""
 
     def __init__(self) -> None:  # keeps nothing of the session, which would never die
         self._outputs = _Outputs()
