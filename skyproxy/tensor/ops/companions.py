@@ -40,7 +40,7 @@ _SELDOM = 8
 
 
 class _Outputs:
-    """The number of a command's last operands that are slots which it fills, by the numbers of ops that change nothing."""
+    """The number of a command's last operands that are slots which it fills, by ops that change nothing."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int | None] = {}
