@@ -267,6 +267,20 @@ def _lazy_new(plain_new: Callable[..., Any]) -> Callable[..., object]:
     return staticmethod(new)
 
 
+def install_parameters() -> None:
+    """Replace the constructor of parameters when the first device comes to exist: before, no tensor is remote."""
+    if patching.is_replaced(torch.nn.Parameter, "__new__"):
+        return
+    patching.wrap(
+        torch.nn.Parameter,
+        "__new__",
+        _new_parameter,
+        why="transformed functions may make parameters; PyTorch refuses them there for tensors of other classes",
+        test="tests/tensor/torch_api/test_modules.py::test_a_transformed_function_may_make_parameters",
+        when=patching.When.FIRST_DEVICE,
+    )
+
+
 def install() -> None:
     """Replaces `Module._apply`, and lets optimizers use their fused and foreach kernels on remote tensors.
 
@@ -296,13 +310,7 @@ def install() -> None:
         why="it would spread a module over workers, which share no memory",
         test="tests/tensor/torch_api/test_training_tools.py::test_data_parallel_hands_its_input_to_the_module",
     )
-    patching.wrap(
-        torch.nn.Parameter,
-        "__new__",
-        _new_parameter,
-        why="transformed functions may make parameters; PyTorch refuses them there for tensors of other classes",
-        test="tests/tensor/torch_api/test_modules.py::test_a_transformed_function_may_make_parameters",
-    )
+    DEVICES.before_new[install_parameters] = None
     lazy = "a lazy parameter for a worker stays here until it knows its shape"
     test = "tests/tensor/torch_api/test_modules.py::test_lazy_modules_take_shape_on_the_worker"
     patching.replace(_Uninitialized, "materialize", _materialize, why=lazy, test=test)
