@@ -8,6 +8,7 @@ from ctypes import string_at
 
 import torch
 
+from skyproxy.protocol.answers import MOST_DIMENSIONS
 from skyproxy.protocol.commands import UPLOAD
 from skyproxy.tensor.core import host_copies, known_values
 from skyproxy.tensor.core.devices import SkyDevice
@@ -20,6 +21,10 @@ from skyproxy.torch_codec import Description, is_dense, packed_stride
 
 def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     """A copy of a CPU tensor on a worker's device. The bytes are read before this returns."""
+    if tensor.dim() > MOST_DIMENSIONS and tensor.layout is torch.strided:
+        # Workers take no upload of more, and end sessions that send one. Of what they computed they have no such bound.
+        values = upload(tensor.detach().flatten(), device)
+        return values.view(tensor.shape)  # type: ignore[return-value]
     if (
         type(tensor) in OWN_CLASSES
         and tensor.is_cpu

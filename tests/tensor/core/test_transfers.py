@@ -58,3 +58,13 @@ def test_a_gradient_scaler_skips_a_step_with_infinities(sky1: str) -> None:
         return seen, scaler.get_scale()
 
     assert train(sky1) == train("cpu")
+
+
+@pytest.mark.parametrize("count", [1, 1 << 18])
+def test_a_tensor_of_more_than_64_dimensions_keeps_its_session(sky1: str, count: int) -> None:
+    kept, x = torch.ones(2, device=sky1), torch.rand(*[1] * 69, count)
+    there = x.to(sky1)
+    assert torch.equal(there.cpu(), x)
+    assert torch.equal(torch.empty_like(there).copy_(x).cpu(), x)
+    assert there.shape == x.shape
+    assert kept.sum().item() == 2
