@@ -29,6 +29,7 @@ def activate() -> None:
         from skyproxy.tensor.ops import (
             async_values,
             attention,
+            checked_numbers,  # noqa: F401
             composites,
             copies,  # noqa: F401
             group_norm,
@@ -85,9 +86,9 @@ def activate() -> None:
         autocast.install()
         accelerator.install()
         streams.install()
+        graph_capture.install()
         cuda_like_names.install()
         global_modes.install()
-        graph_capture.install()
         dynamo.install()
         _active = True
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import copy, json, signal, sys, threading, warnings
+import asyncio, copy, faulthandler, gc, io, json, logging, multiprocessing, os, pickle, signal, sys, threading, warnings
 if "skyproxy" in sys.argv:
     import skyproxy
 import torch
@@ -27,7 +27,109 @@ class Own(torch.Stream):
     x = torch.ones(2, requires_grad=True)
 
 
+class Calls(torch.overrides.TorchFunctionMode):
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.append(getattr(function, "__name__", str(function)))
+        return function(*args, **(kwargs or {}))
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def seen(mode, act):
+    with mode:
+        act()
+    return mode.names
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return len(file.getvalue()), torch.load(io.BytesIO(file.getvalue()))
+
+
+def config(name):
+    module = sys.modules.get(name)
+    known = {} if module is None else module.get_config_copy()
+    return [(key, known[key]) for key in sorted(known) if type(known[key]) in (bool, int, float, str, type(None))]
+
+
+model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.GroupNorm(1, 2), torch.nn.GELU()), torch.ones(1, 2)
+F = torch.nn.functional
+layers = {
+    "linear": lambda: model(x).sum().backward(),
+    "encoder": lambda: torch.nn.TransformerEncoderLayer(4, 2, 4)(torch.ones(1, 2, 4)),
+    "encoder, evaluating": lambda: torch.nn.TransformerEncoderLayer(4, 2, 4).eval()(torch.ones(1, 2, 4)),
+    "LSTM": lambda: torch.nn.LSTM(2, 2)(torch.ones(1, 1, 2))[0].sum().backward(),
+    "attention": lambda: F.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 2)] * 3),
+    "cross entropy": lambda: F.cross_entropy(torch.ones(1, 2, requires_grad=True), torch.zeros(1).long()).backward(),
+    "products": lambda: torch.matmul(torch.ones(2, 2, 2), torch.ones(2, 2)),
+    "values": lambda: (x.tolist(), x.sum().item(), x.numpy(), x.type(), x.data, copy.deepcopy(x), x.to("cpu")),
+    "a step": lambda: torch.optim.AdamW(model.parameters()).step(),
+}
+
+
 QUESTIONS = {
+    "collector": lambda: (gc.get_threshold(), gc.isenabled(), gc.get_debug(), len(gc.callbacks), gc.get_freeze_count()),
+    "interpreter": lambda: (sys.getswitchinterval(), sys.getrecursionlimit(), sys.gettrace(), sys.getprofile()),
+    "hooks": lambda: [
+        hook.__module__ for hook in (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook)
+    ],
+    "all signals": lambda: [repr(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+    "wake-up descriptor": lambda: signal.set_wakeup_fd(-1),
+    "filters of warnings": lambda: [(one[0], str(one[1]), one[2].__name__) for one in warnings.filters],
+    "showwarning": lambda: (warnings.showwarning.__module__, warnings.warn.__module__),
+    "environment": lambda: sorted(one for one in os.environ.items() if one[0] != "PYTEST_CURRENT_TEST"),
+    "logging": lambda: (logging.root.handlers, logging.root.level, logging.root.filters, logging.getLoggerClass()),
+    "files": lambda: len(os.listdir("/proc/self/fd")),
+    "threads of the system": lambda: len(os.listdir("/proc/self/task")),
+    "children": multiprocessing.active_children,
+    "threads that compute": lambda: (torch.get_num_threads(), torch.get_num_interop_threads()),
+    "start of processes": lambda: (
+        multiprocessing.get_start_method(allow_none=True), torch.multiprocessing.get_sharing_strategy()
+    ),
+    "loops": lambda: type(asyncio.get_event_loop_policy()).__name__,
+    "faulthandler": faulthandler.is_enabled,
+    "paths": lambda: (sys.path, len(sys.path_hooks), os.getcwd()),
+    "save and load": lambda: [saved(torch.arange(3.0)), saved(model.state_dict())[0], saved(torch.ones(2).half())],
+    "pickles": lambda: [len(pickle.dumps(value)) for value in (torch.arange(3.0), torch.nn.Parameter(x), torch.half)],
+    "copies": lambda: copy.deepcopy(model),
+    "Generator of None": lambda: torch.Generator(device=None).device,
+    "Generator of something else": lambda: torch.Generator("nope"),
+    "copied Generator": lambda: type(copy.deepcopy(torch.Generator())).__name__,
+    "errors": lambda: torch.ones(2, device="cuda"),
+    "moved to CUDA": lambda: model.cuda(),
+    "a file that is not there": lambda: torch.load("/nothing/there"),
+    "a device that is none": lambda: torch.device("foo"),
+    "another default device": lambda: torch.set_default_device("foo"),
+    "autocast elsewhere": lambda: torch.autocast("foo"),
+    "a seed": lambda: torch.manual_seed(1 << 70),
+    "checkpoint": lambda: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).shape,
+    "device of checkpoints": lambda: torch.utils.checkpoint.DefaultDeviceType.get_device_type(),
+    "scripts": lambda: (torch.jit.script(torch.nn.ReLU()).code, torch.fx.symbolic_trace(model).code),
+    "export": lambda: torch.export.export(model, (x,)).graph_module.code,
+    "Dynamo": lambda: config("torch._dynamo.config"),
+    "Inductor": lambda: config("torch._inductor.config"),
+    "functorch": lambda: (torch.func.vmap(torch.sin)(x).tolist(), config("torch._functorch.config")),
+    "modules": lambda: [
+        (name, sorted(set(dir(sys.modules[name])) - {"sky"}))
+        for name in ("torch", "torch._C", "torch.nn", "torch.autograd", "torch.serialization", "torch.accelerator")
+    ],
+    "modes": lambda: (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+    "one thread after a backward": lambda: (x.clone().requires_grad_().sum().backward(), threading.active_count()),
+    **{f"functions of {name}": lambda act=act: seen(Calls(), act) for name, act in layers.items()},
+    **{f"operations of {name}": lambda act=act: seen(Operations(), act) for name, act in layers.items()},
     "current_accelerator": accelerator.current_accelerator,
     "current_accelerator, checked": lambda: accelerator.current_accelerator(check_available=True),
     "is_available": accelerator.is_available,

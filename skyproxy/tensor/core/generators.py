@@ -223,8 +223,8 @@ class _GeneratorMeta(type):
 class Generator(metaclass=_GeneratorMeta):
     """Stands in for `torch.Generator`, which a Python class cannot extend to a new device by itself."""
 
-    def __new__(cls, device: torch.device | str | int = "cpu") -> Any:
-        if torch.device(device).type == "sky":
+    def __new__(cls, device: torch.device | str | int | None = "cpu") -> Any:
+        if device is not None and torch.device(device).type == "sky":
             return SkyGenerator(device)
         return _plain_generator(device)
 

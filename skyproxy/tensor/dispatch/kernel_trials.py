@@ -9,7 +9,7 @@ line.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,7 @@ from skyproxy.interrupts import raised_by_handler
 from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import DisableTorchFunction, count_dispatch_modes, function_transform_level
-
-if TYPE_CHECKING:
-    from skyproxy.tensor.dispatch.op_info import OpInfo
+from skyproxy.tensor.dispatch.op_info import GENERATOR, OpInfo
 
 _MOST_ELEMENTS = 1 << 12
 """Operands of more elements are not tried; elementwise operations are, on smaller ones."""
@@ -38,8 +36,8 @@ def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], m
         made: how its results look, as far as they are tensors.
     """
     if not info.is_tried:
-        return True
-    if not info.takes_whole_numbers and _are_floating(args) and (not kwargs or _are_floating(kwargs.values())):
+        return not info.draws_floats or all(look.dtype.is_floating_point or look.dtype.is_complex for look in made)
+    if not info.takes_whole_numbers and _are_usual(args) and (not kwargs or _are_usual(kwargs.values())):
         return True
     looks = [*_looks((*args, *kwargs.values()))]
     if not looks:
@@ -48,9 +46,11 @@ def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], m
     if key in _taken:
         return True
     is_small = all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
-    if any(look.dtype is torch.complex32 for look in looks):  # which warns
-        return True
+    if any(look.dtype is torch.complex32 for look in looks):  # a trial would warn; few programs have it, so this asks
+        return False
     if not (is_small or info.is_pointwise) or not all(look.plain for look in looks):
+        return True
+    if info.takes_masks and any(look.dtype is torch.uint8 for look in looks):  # which warns, too
         return True
     if count_dispatch_modes() or function_transform_level() is not None:
         return True
@@ -62,14 +62,18 @@ def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], m
     return True
 
 
-def _are_floating(items: Iterable[object]) -> bool:
-    """Return whether all looks are of floating point; without generators, for each new shape is asked."""
+_USUAL = frozenset({torch.float32, torch.float64})
+"""Dtypes that whatever takes numbers takes; of halves, many kernels have none."""
+
+
+def _are_usual(items: Iterable[object]) -> bool:
+    """Return whether all looks have dtypes that all kernels have; without generators, for each new shape is asked."""
     for a in items:
         kind = type(a)
         if kind is Meta or kind is KnownMeta:
-            if not a.dtype.is_floating_point:  # type: ignore[attr-defined]
+            if a.dtype not in _USUAL:  # type: ignore[attr-defined]
                 return False
-        elif (kind is list or kind is tuple) and a and type(a[0]) is not int and not _are_floating(a):  # type: ignore[index,arg-type]
+        elif (kind is list or kind is tuple) and a and type(a[0]) is not int and not _are_usual(a):  # type: ignore[index,arg-type]
             return False
     return True
 
@@ -102,9 +106,17 @@ def _runs(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], value: i
             return torch.device("cpu")
         return a.clone() if isinstance(a, torch.Tensor) else a
 
+    given = [stand_in(a) for a in args]
+    named = {name: stand_in(a) for name, a in kwargs.items() if name != "pin_memory"}
+    for position, (name, kind) in enumerate(info.keyword_kinds.items()):
+        if kind == GENERATOR:  # the program's own numbers go on as if nothing had been drawn
+            if position < len(given):
+                given[position] = torch.Generator()
+            else:
+                named[name] = torch.Generator()
     try:
         with DisableTorchFunction(), torch.no_grad():
-            info.func(*map(stand_in, args), **{k: stand_in(a) for k, a in kwargs.items() if k != "pin_memory"})
+            info.func(*given, **named)
     except Exception as error:
         if raised_by_handler(error):
             raise

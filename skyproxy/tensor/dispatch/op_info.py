@@ -96,12 +96,14 @@ _FAKED_WRONGLY = frozenset(
         "aten::linspace",
         "aten::logspace",
         "aten::max_unpool2d",
+        "aten::max_unpool3d",
         "aten::mkldnn_rnn_layer",
         "aten::mkldnn_rnn_layer_backward",
         "aten::multilabel_margin_loss_forward",
     }
 )
-"""Ops whose fake kernels give results of other sizes, strides or dtypes than real ones, or refuse what those take."""
+"""Ops whose fake kernels give results of other sizes, strides or dtypes than real ones, refuse what those take, or take
+what those refuse."""
 _WITH_STATISTICS = frozenset(
     {
         "aten::_fused_rms_norm",
@@ -164,6 +166,7 @@ _TAKE_WHOLE_NUMBERS = (
     "aten::index",
     "aten::lcm",
     "aten::nll_loss",
+    "aten::put",
     "aten::scatter",
     "aten::take",
 )
@@ -174,24 +177,33 @@ _TRIED = frozenset(
         "add addbmm addmm addmv addr baddbmm bmm convolution dist div dot linalg_cross linear mm mul mv sub trace vdot",
         "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d",
         "_cdist_forward _fft_c2c _fft_c2r _fft_r2c _pdist_forward bucketize grid_sampler_2d grid_sampler_3d",
-        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky linalg_cholesky_ex linalg_eig",
-        "linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular",
-        "_log_softmax _softmax log_softmax logcumsumexp logsumexp native_group_norm native_layer_norm softmax",
+        "_linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd _trilinear cholesky",
+        "cholesky_inverse cholesky_solve geqrf linalg_cholesky_ex linalg_eig linalg_householder_product linalg_inv_ex",
+        "linalg_ldl_factor_ex linalg_lu linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular ormqr",
+        "_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data log_softmax",
+        "logcumsumexp logsumexp native_group_norm native_layer_norm softmax triangular_solve",
+        "_batch_norm_with_update _native_batch_norm_legit native_batch_norm",
+        "bernoulli cauchy exponential geometric log_normal multinomial normal rrelu_with_noise uniform",
         "_prelu_kernel celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid_forward mish",
         "relu silu softplus softshrink threshold",
         "aminmax all amax amin any argmax argmin count_nonzero cummax cummin cumprod cumsum kthvalue max mean median",
         "min mode nanmedian nansum prod quantile sort std std_mean sum topk var var_mean",
+        "col2im complex hash_tensor im2col polar",
         "binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss multi_margin_loss smooth_l1_loss",
         "nll_loss2d_forward nll_loss_forward soft_margin_loss",
         "embedding gather index_add index_copy index_fill index_reduce index_select take",
+        "index_put masked_scatter put",
         "scatter scatter_add scatter_reduce linalg_vector_norm norm renorm",
         "max_pool2d_with_indices max_pool3d_with_indices reflection_pad1d reflection_pad2d replication_pad1d",
-        "replication_pad2d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest2d",
+        "replication_pad2d _upsample_nearest_exact1d _upsample_nearest_exact2d upsample_bicubic2d upsample_bilinear2d",
+        "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d",
     )
     for name in words.split()
 )
 """Ops that compute no element for itself alone and may run here on numbers that mean nothing: no value leads their
 kernels out of their operands, and they do nothing else than compute. What warns is not here: it would warn twice."""
+_DRAWS_FLOATS = frozenset("aten::" + name for name in ("rand", "rand_like", "randn", "randn_like"))
+"""Ops that draw numbers of floating point for their results, and refuse to for others."""
 
 Special = Callable[..., object]
 SPECIALS: dict[str, Special] = {}
@@ -238,11 +250,13 @@ class OpInfo:
         columns: whether its results for each place of its lists look as if that place came alone.
         is_pointwise: whether it computes each element for itself.
         is_tried: whether its kernel may run here, to see whether it takes some dtypes, see `kernel_trials`.
+        draws_floats: whether it makes random numbers, which whole numbers are not drawn as.
         takes_whole_numbers: whether it takes positions or bits, so that floating point may be a mistake.
         is_matmul: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
         followed: whether its result is known where its operands are, see `known_results`.
         is_view: whether its results are views of its arguments, which ATen's own kernels make of meta tensors: fake
             tensors take some by other ways, which give dimensions of size one other strides.
+        takes_masks: whether truth values, which may be bytes, choose elements.
         takes_meta: whether meta tensors tell what the results look like, as fake tensors of the CPU do.
     """
 
@@ -254,6 +268,7 @@ class OpInfo:
         "changes",
         "columns",
         "creates",
+        "draws_floats",
         "followed",
         "for_each",
         "func",
@@ -271,6 +286,7 @@ class OpInfo:
         "rule",
         "special",
         "synchronizes",
+        "takes_masks",
         "takes_meta",
         "takes_one_dtype",
         "takes_whole_numbers",
@@ -283,6 +299,8 @@ class OpInfo:
         schema = func._schema
         self.func = func
         self.name = func.name()
+        packet = self.name.partition(".")[0]
+        self.draws_floats = packet in _DRAWS_FLOATS
         self.kinds = tuple(
             NUMBER if shapes_results(a.type, self.name) else _KINDS.get(bare_type(a.type), FIXED)
             for a in schema.arguments
@@ -308,8 +326,8 @@ class OpInfo:
             written.get(frozenset(result.alias_info.before_set)) if result.alias_info is not None else None
             for result in schema.returns
         )
-        self.places_host_indices = self.name.partition(".")[0] in _INDEXING
-        packet = self.name.partition(".")[0]
+        self.places_host_indices = packet in _INDEXING
+        self.takes_masks = self.places_host_indices or packet.startswith("aten::masked_")
         self.for_each = packet.startswith("aten::_foreach_")
         self.changed_lists = tuple(
             a.name
@@ -332,7 +350,7 @@ class OpInfo:
         self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
         self.is_matmul = self.name in ("aten::linear", "aten::matmul")
         self.is_pointwise = torch.Tag.pointwise in func.tags
-        self.is_tried = _may_be_tried(self.name, func) and GENERATOR not in self.kinds
+        self.is_tried = _may_be_tried(self.name, func, draws=GENERATOR in self.kinds)
         self.takes_whole_numbers = self.name.startswith(_TAKE_WHOLE_NUMBERS) or "shift" in self.name
         self.followed = self.name in _FOLLOWED
         knows = not self.asks_worker_for_shape or packet in _FAKED_WRONGLY  # there, a rule is better than fake kernels
@@ -392,11 +410,19 @@ def is_decomposed(name: str) -> bool:
     return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
 
 
-def _may_be_tried(name: str, func: OpOverload) -> bool:
-    """Return whether the kernel of an op may run here, for no other effect than its error."""
-    if not name.startswith("aten::") or func.is_view or torch.Tag.nondeterministic_seeded in func.tags:
+def _may_be_tried(name: str, func: OpOverload, draws: bool) -> bool:
+    """Return whether the kernel of an op may run here, for no other effect than its error.
+
+    Args:
+        name: of the overload.
+        func: the overload.
+        draws: whether it takes a generator, so that it may get another one than the program's.
+    """
+    if not name.startswith("aten::") or func.is_view:
         return False
-    return torch.Tag.pointwise in func.tags or name.partition(".")[0].removesuffix("_") in _TRIED
+    if torch.Tag.nondeterministic_seeded in func.tags and not draws:
+        return False
+    return (torch.Tag.pointwise in func.tags and not draws) or name.partition(".")[0].removesuffix("_") in _TRIED
 
 
 def _rule_of_view(func: OpOverload) -> Rule | None:

@@ -164,6 +164,8 @@ def _segments(
     bounds = lengths if offsets is None else offsets
     if not plain(x, bounds) or bounds is None or x.dtype not in FLOATS or indices is not None:
         return None
+    if bounds.dtype not in (torch.int32, torch.int64):
+        return None
     axis += len(x.size) if axis < 0 else 0
     count = bounds.size[-1] - (bounds is offsets)
     if bounds.size[:-1] != x.size[:axis] or not 0 <= axis == len(bounds.size) - 1 or not count:

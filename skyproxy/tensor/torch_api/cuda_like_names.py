@@ -13,7 +13,7 @@ import torch
 from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.generators import DefaultGenerator
-from skyproxy.tensor.torch_api import sky_module, sync_debug
+from skyproxy.tensor.torch_api import cuda_like_queries, sky_module, sync_debug
 from skyproxy.torch_codec import DTYPE_NAMES
 
 _LEGACY_DTYPES = {
@@ -124,18 +124,20 @@ def _amp() -> types.ModuleType:
 
 
 def _parts() -> dict[str, types.ModuleType]:
-    """`torch.sky.random` and `torch.sky.memory`: functions of `torch.sky`, where `torch.cuda` has them, too."""
+    """Make `torch.sky.random`, `memory`, `graphs` and `streams`: names of `torch.sky`, where `torch.cuda` has them."""
     named = {
         "random": "manual_seed manual_seed_all seed seed_all initial_seed get_rng_state get_rng_state_all "
         "set_rng_state set_rng_state_all",
         "memory": "empty_cache max_memory_allocated max_memory_reserved mem_get_info memory_allocated memory_reserved "
         "memory_stats memory_stats_as_nested_dict memory_summary reset_accumulated_memory_stats "
-        "reset_max_memory_allocated reset_peak_memory_stats",
+        "reset_max_memory_allocated reset_peak_memory_stats " + " ".join(cuda_like_queries.OF_MEMORY),
+        "graphs": "CUDAGraph graph graph_pool_handle is_current_stream_capturing make_graphed_callables",
+        "streams": "Event Stream",
     }
     parts = {}
     for part, names in named.items():
         parts[part] = types.ModuleType(f"torch.sky.{part}", f"Functions of `torch.sky`, as in `torch.cuda.{part}`.")
-        parts[part].__dict__.update((name, getattr(sky_module, name)) for name in names.split())
+        parts[part].__dict__.update((name, getattr(sky_module.MODULE, name)) for name in names.split())
     return parts
 
 
@@ -157,6 +159,7 @@ def install() -> None:
         )
         for name, dtype in _LEGACY_DTYPES.items()
     }
+    sky_module.MODULE.__dict__.update(cuda_like_queries.names())
     sky_module.MODULE.__dict__.update(
         amp=amp,
         default_generators=_DefaultGenerators(),

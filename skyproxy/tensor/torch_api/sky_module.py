@@ -258,17 +258,29 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     return row["free"], row["total"]
 
 
+_OF_CUDA = {"allocated": "allocated", "active": "allocated", "reserved": "reserved"}
+"""What `torch.cuda` has numbers of bytes of, and the name of that in the worker's answer."""
+
+
 def memory_stats(device: DeviceLike = None) -> dict[str, int]:
-    """All of the above in one dict, for one round trip."""
-    return _memory(device)
+    """All of the above in one dict, for one round trip; also under the names of `torch.cuda`, as far as workers know.
+
+    On a CPU worker, no allocation is tried twice and none is refused by an allocator: these two numbers are zero.
+    """
+    row = _memory(device)
+    found = dict(row)
+    for kind, ours in _OF_CUDA.items():
+        found |= {f"{kind}_bytes.all.current": row[ours], f"{kind}_bytes.all.peak": row[f"max_{ours}"]}
+    if DEVICES.of(device).row["type"] == "cpu":
+        found |= {"num_alloc_retries": 0, "num_ooms": 0}
+    return found
 
 
 def memory_stats_as_nested_dict(device: DeviceLike = None) -> dict[str, object]:
     """The same in the shape of its namesake in `torch.cuda`, from which `torch.accelerator` makes its own."""
     row = _memory(device)
     return {
-        f"{kind}_bytes": {"all": {"current": row[kind], "peak": row[f"max_{kind}"]}}
-        for kind in ("allocated", "reserved")
+        f"{kind}_bytes": {"all": {"current": row[ours], "peak": row[f"max_{ours}"]}} for kind, ours in _OF_CUDA.items()
     }
 
 

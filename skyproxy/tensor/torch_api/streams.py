@@ -150,6 +150,11 @@ class Stream(_plain_stream):  # type: ignore[misc]
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._outer: list[tuple[int, Stream]]
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the least and the greatest priority, which are one: a device has one order of execution."""
+        return 0, 0
+
     @property
     def priority(self) -> int:
         return int(self._priority)

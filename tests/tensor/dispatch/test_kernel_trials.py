@@ -33,10 +33,21 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "a divisor of floating point": lambda x, i: torch.gcd(x, x),
     "a large tensor": lambda x, i: F.gelu(torch.ones(300, 300, dtype=torch.int64, device=i.device)),
     "in place": lambda x, i: x.bitwise_not_(),
+    "a sine of halves of complex numbers": lambda x, i: x.to(torch.complex32).sinc(),
+    "a Bessel function of halves": lambda x, i: torch.special.bessel_j1(x.half()),
+    "halves to be decomposed": lambda x, i: torch.linalg.qr(x.half().reshape(1, 3)),
+    "random integers of a normal distribution": lambda x, i: torch.randn_like(x, dtype=torch.int64),
+    "random integers between 0 and 1": lambda x, i: torch.rand(3, dtype=torch.int64, device=x.device),
+    "decisions of integers": lambda x, i: i.bernoulli(),
+    "samples of integers": lambda x, i: (i + 1).multinomial(2),
+    "segments of integers": lambda x, i: torch.segment_reduce(i, "max", lengths=i + 1),
+    "rows put by floating point": lambda x, i: x.put(x, x),
+    "windows of integers": lambda x, i: F.unfold(i.reshape(1, 1, 1, 3), 1),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_a_mistake_with_dtypes_raises_at_its_line(name: str, sky: str) -> None:
     x, i = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(Exception) as expected:
@@ -72,13 +83,23 @@ def test_what_kernels_take_is_tried_once_and_waits_for_nothing(sky: str) -> None
     assert torch.sky.stats()["round_trips"] == before
 
 
+def test_a_trial_draws_no_random_numbers_of_the_program(sky: str) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    halves = torch.full((3,), 0.5, dtype=torch.bfloat16).to(sky)
+    halves.bernoulli(), halves.multinomial(2), F.rrelu(halves, training=True), halves.normal_(0, 3), halves.cauchy_()
+    assert torch.equal(torch.rand(2), expected)
+
+
 @pytest.mark.parametrize(
     "op",
     [
         torch.ops.aten.linalg_lu_solve.default,
         torch.ops.aten.linalg_ldl_solve.default,
         torch.ops.aten._convert_indices_from_csr_to_coo.default,
-        torch.ops.aten.bernoulli.default,
+        torch.ops.aten.native_dropout.default,
+        torch.ops.aten.randn_like.default,
         torch.ops.aten._print.default,
     ],
     ids=str,

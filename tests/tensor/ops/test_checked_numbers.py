@@ -1,0 +1,50 @@
+"""Numbers that kernels refuse are refused at their line, in PyTorch's words, also after others that they took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributions import Exponential
+
+Operation = Callable[[torch.Tensor], object]
+OPERATIONS: dict[str, tuple[Operation, Operation]] = {
+    "a deviation below zero": (lambda x: x.normal_(0, 2), lambda x: x.normal_(0, -1)),
+    "ends in the wrong order": (lambda x: x.uniform_(-1, 3), lambda x: x.uniform_(3, -1)),
+    "a rate of zero": (lambda x: x.exponential_(2), lambda x: x.exponential_(0)),
+    "a probability above one": (lambda x: x.geometric_(0.5), lambda x: x.geometric_(1.5)),
+    "a width of zero": (lambda x: x.cauchy_(0, 1), lambda x: x.cauchy_(0, 0)),
+    "a deviation of zero": (lambda x: x.log_normal_(0, 1), lambda x: x.log_normal_(0, 0)),
+    "a deviation below zero around a tensor": (lambda x: torch.normal(x, 2.0), lambda x: torch.normal(x, -1.0)),
+    "a threshold below zero": (lambda x: F.softshrink(x, 0.5), lambda x: F.softshrink(x, -0.5)),
+    "a bend at zero": (lambda x: F.huber_loss(x, x, delta=2.0), lambda x: F.huber_loss(x, x, delta=0.0)),
+    "a bend below zero": (lambda x: F.smooth_l1_loss(x, x, beta=2.0), lambda x: F.smooth_l1_loss(x, x, beta=-1.0)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_number_that_a_kernel_refuses_is_refused_at_its_line(name: str, sky: str) -> None:
+    right, wrong = OPERATIONS[name]
+    with pytest.raises(RuntimeError) as expected:
+        wrong(torch.zeros(3))
+    there = torch.zeros(3, device=sky)
+    right(there)
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as found:
+            wrong(there)
+        assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
+        right(there)
+    torch.sky.synchronize()
+
+
+def test_checks_draw_no_random_numbers_of_the_program_and_wait_for_nothing(sky: str) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    there, halves = torch.ones(3, device=sky), torch.ones(3, device=sky, dtype=torch.bfloat16)
+    before = torch.sky.stats()["round_trips"]
+    there.normal_(0, 7), halves.uniform_(0, 7), there.exponential_(7), Exponential(there, validate_args=False).rsample()
+    assert torch.sky.stats()["round_trips"] == before
+    assert torch.equal(torch.rand(2), expected)
