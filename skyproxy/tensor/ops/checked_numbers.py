@@ -16,32 +16,28 @@ from skyproxy.tensor.dispatch.op_info import OpInfo, implements, plain_op
 
 _MOST_NUMBERS = 4096
 _taken: set[tuple[object, ...]] = set()
-_plain: dict[str, OpOverload] = {}
+_plain: dict[OpInfo, OpOverload] = {}
 
 
 @implements(
     "aten::cauchy_",
     "aten::exponential_",
     "aten::geometric_",
-    "aten::huber_loss",
     "aten::log_normal_",
     "aten::normal.Tensor_float",
     "aten::normal_",
-    "aten::smooth_l1_loss",
     "aten::softshrink",
     "aten::uniform_",
 )
 def _check_numbers(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    key = (info, *[a.dtype if isinstance(a, torch.Tensor) else a for a in args])
+    key = (info, args[0].dtype, args[1:])
     if key not in _taken:
         _try_numbers(func, args)
         if len(_taken) >= _MOST_NUMBERS:
             _taken.clear()
         _taken.add(key)
-    plain = _plain.get(info.name)
-    if plain is None:
-        plain = _plain.setdefault(info.name, plain_op(func))
-    return dispatch_remote(None, plain, (), args, kwargs)
+        _plain.setdefault(info, plain_op(func))
+    return dispatch_remote(None, _plain[info], (), args, kwargs)
 
 
 def _try_numbers(func: OpOverload, args: tuple[Any, ...]) -> None:
@@ -50,12 +46,12 @@ def _try_numbers(func: OpOverload, args: tuple[Any, ...]) -> None:
     Raises:
         RuntimeError: it refuses the numbers, in its words.
     """
-    given = [torch.ones(1, dtype=a.dtype, device="cpu") if isinstance(a, torch.Tensor) else a for a in args]
+    element = torch.ones(1, dtype=args[0].dtype, device="cpu")
     # The program's own random numbers go on as if nothing had been drawn.
     named = {"generator": torch.Generator()} if any(a.name == "generator" for a in func._schema.arguments) else {}
     try:
         with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
-            func(*given, **named)
+            func(element, *args[1:], **named)
     except NotImplementedError:
         return  # a dtype that the kernels of another device may have
 
