@@ -118,7 +118,6 @@ QUESTIONS = {
     "checkpoint": lambda: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).shape,
     "device of checkpoints": lambda: torch.utils.checkpoint.DefaultDeviceType.get_device_type(),
     "scripts": lambda: (torch.jit.script(torch.nn.ReLU()).code, torch.fx.symbolic_trace(model).code),
-    "export": lambda: torch.export.export(model, (x,)).graph_module.code,
     "Dynamo": lambda: config("torch._dynamo.config"),
     "Inductor": lambda: config("torch._inductor.config"),
     "functorch": lambda: (torch.func.vmap(torch.sin)(x).tolist(), config("torch._functorch.config")),

@@ -29,7 +29,7 @@ from skyproxy.tensor.dispatch.fake_tensors import fake_mode, fake_tensor
 from skyproxy.tensor.dispatch.op_info import TENSOR, OpInfo
 from skyproxy.tensor.shapes.elementwise import broadcast_sizes, preserved_stride
 from skyproxy.tensor.shapes.kernel_strides import corrected, corrected_lists
-from skyproxy.tensor.shapes.rules import TARGET, Look, RuleAnswer, keeps_target
+from skyproxy.tensor.shapes.rules import TARGET, Look, RuleAnswer, is_written_twice, keeps_target
 
 if TYPE_CHECKING:
     from skyproxy.tensor.dispatch.binding import BoundCall
@@ -131,9 +131,11 @@ def _turn(call: BoundCall, found: RuleAnswer) -> Entry:
 
 
 def _outgrows_target(call: BoundCall) -> bool:
-    """Return whether operands do not fit into the changed tensor: the worker refuses, fake kernels warn and resize."""
+    """Return whether operands do not fit into the changed tensor, or it overlaps itself: only the worker refuses."""
     if call.info.reshapes or call.info.writes != call.info.names[:1]:
         return False
+    if not call.info.for_each and call.tensors and is_written_twice(call.tensors[0]._sky.meta):
+        return True  # kernels refuse that, those without values do not
     rows = zip(*(a for a in call.args if type(a) in (list, tuple))) if call.info.for_each else [call.tensors]
     sizes = ([a.shape for a in row if isinstance(a, torch.Tensor)] for row in rows)
     return any(broadcast_sizes(row) not in (None, row[0]) for row in sizes if row)

@@ -100,6 +100,7 @@ _FAKED_WRONGLY = frozenset(
         "aten::mkldnn_rnn_layer",
         "aten::mkldnn_rnn_layer_backward",
         "aten::multilabel_margin_loss_forward",
+        "aten::segment_reduce",
     }
 )
 """Ops whose fake kernels give results of other sizes, strides or dtypes than real ones, refuse what those take, or take
@@ -256,7 +257,7 @@ class OpInfo:
         followed: whether its result is known where its operands are, see `known_results`.
         is_view: whether its results are views of its arguments, which ATen's own kernels make of meta tensors: fake
             tensors take some by other ways, which give dimensions of size one other strides.
-        takes_masks: whether truth values, which may be bytes, choose elements.
+        takes_masks: whether truth values choose elements, and bytes in their place with a warning.
         takes_meta: whether meta tensors tell what the results look like, as fake tensors of the CPU do.
     """
 
@@ -327,7 +328,7 @@ class OpInfo:
             for result in schema.returns
         )
         self.places_host_indices = packet in _INDEXING
-        self.takes_masks = self.places_host_indices or packet.startswith("aten::masked_")
+        self.takes_masks = self.places_host_indices or packet.startswith("aten::masked_scatter")
         self.for_each = packet.startswith("aten::_foreach_")
         self.changed_lists = tuple(
             a.name

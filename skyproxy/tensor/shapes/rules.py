@@ -83,7 +83,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 def keeps_target(target: object, *others: object) -> bool:
     """Return whether an elementwise op of these operands can write its result into the first of them."""
-    if type(target) is not Meta or not target.plain or (0 in target.stride and _overlaps(target)):
+    if type(target) is not Meta or not target.plain or is_written_twice(target):
         return False
     sizes = [target.size]
     for a in others:
@@ -99,8 +99,9 @@ def keeps_target(target: object, *others: object) -> bool:
     return common is target.dtype or castable(common, target.dtype)
 
 
-def _overlaps(meta: Meta) -> bool:
-    return any(n > 1 and s == 0 for n, s in zip(meta.size, meta.stride, strict=True))
+def is_written_twice(meta: Meta) -> bool:
+    """Return whether elements of an expanded tensor share their memory."""
+    return 0 in meta.stride and any(n > 1 and s == 0 for n, s in zip(meta.size, meta.stride, strict=False))
 
 
 castable = functools.cache(torch.can_cast)

@@ -42,6 +42,9 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "samples of integers": lambda x, i: (i + 1).multinomial(2),
     "segments of integers": lambda x, i: torch.segment_reduce(i, "max", lengths=i + 1),
     "rows put by floating point": lambda x, i: x.put(x, x),
+    "a mask of bytes": lambda x, i: x.masked_fill(i.to(torch.uint8), 1.0),
+    "one element that is three, changed": lambda x, i: x[:1].expand(3).add_(1),
+    "one element that is three, multiplied": lambda x, i: x[:1].expand(3).mul_(x),
     "windows of integers": lambda x, i: F.unfold(i.reshape(1, 1, 1, 3), 1),
 }
 
