@@ -129,8 +129,9 @@ def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = Fal
         raise NotImplementedError(f"a remote tensor takes no {', '.join(kwargs)} in torch.Tensor._make_subclass")
     with torch.no_grad():
         # Detached last, for a view that is made without gradients could not be changed in place later.
-        made = as_plain(data).detach()
-    return _in_class(made, cls).requires_grad_(requires_grad)
+        # Before it is of the class, whose `__torch_function__` PyTorch does not ask here and which may refuse.
+        made = as_plain(data).detach().requires_grad_(requires_grad)
+    return _in_class(made, cls)
 
 
 def _swapping(swap_tensors: Callable[..., None]) -> Callable[..., None]:

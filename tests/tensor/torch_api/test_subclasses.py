@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import skyproxy  # noqa: F401  (registers the device)
 
@@ -181,6 +182,39 @@ def test_what_make_subclass_gives_is_a_leaf_that_can_be_changed(sky1: str) -> No
     (x * x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [4, 4, 4]
+
+
+def test_a_class_that_refuses_every_function_can_be_made(sky1: str) -> None:
+    class Closed(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    x = torch.Tensor._make_subclass(Closed, torch.ones(3, device=sky1), True)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert x.requires_grad
+        assert x.is_leaf
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.Linear(4, 2),
+        lambda: torch.nn.Conv1d(3, 4, 2, padding=1),
+        lambda: torch.nn.GRU(4, 3, batch_first=True),
+        lambda: torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.GELU(), torch.nn.GroupNorm(1, 3)),
+    ],
+    ids=["linear", "convolution", "recurrent", "norms"],
+)
+def test_gradients_of_each_sample_are_those_of_the_cpu(make: Callable[[], torch.nn.Module], sky1: str) -> None:
+    torch.manual_seed(0)
+    local, x = make(), torch.randn(5, 3, 4)
+    found: list[list[torch.Tensor]] = []
+    for module, device in ((copy.deepcopy(local).to(sky1), sky1), (local, "cpu")):
+        y = call_for_per_sample_grads(module, batch_size=5)(x.to(device))
+        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+        found.append([p.grad_sample.cpu() for p in module.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_class_that_handles_operations_itself_is_refused(sky1: str) -> None:
