@@ -91,6 +91,8 @@ def joined_class(cls: type[Any]) -> type[Any]:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "local_class": cls,
+        # By itself, for a base of the user's class that is no tensor has a `__dict__` that would come before ours.
+        "__dict__": RemoteSubclass.__dict__["__dict__"],
     }
     made = type(cls)(cls.__name__, (cls, RemoteSubclass), members)  # type: ignore[misc]
     return _joined.setdefault(cls, made)

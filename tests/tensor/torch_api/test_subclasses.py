@@ -74,6 +74,25 @@ class Named(torch.Tensor):
         return result
 
 
+class Labelled:
+    """No tensor: its instances have a `__dict__` of their own kind."""
+
+    def take_label(self, other: Any) -> Any:
+        self.__dict__ = {name: other.__dict__[name] for name in other.__dict__.keys()}  # noqa: SIM118  (as MONAI does)
+        return self
+
+
+class Mixed(Labelled, torch.Tensor):
+    """A class whose first base is no tensor, as that of MONAI's images."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Mixed) and args and isinstance(args[0], Mixed):
+            result.take_label(args[0])
+        return result
+
+
 def make(cls: type[Any], device: str) -> Any:
     return torch.arange(4.0).to(device).as_subclass(cls)
 
@@ -256,7 +275,7 @@ HANDED_ON: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cls", [Heir, Updated, Named])
+@pytest.mark.parametrize("cls", [Heir, Updated, Named, Mixed])
 @pytest.mark.parametrize("operation", HANDED_ON)
 def test_attributes_are_handed_on_and_values_are_not(cls: type[Any], operation: Callable[[Any], Any]) -> None:
     results = []
@@ -269,8 +288,9 @@ def test_attributes_are_handed_on_and_values_are_not(cls: type[Any], operation: 
     assert results[:2] == results[2:]
 
 
-def test_the_dict_of_a_tensor_holds_what_its_user_set() -> None:
-    x = make(Bare, "sky:0")
+@pytest.mark.parametrize("cls", [Bare, Mixed])
+def test_the_dict_of_a_tensor_holds_what_its_user_set(cls: type[Any]) -> None:
+    x = make(cls, "sky:0")
     assert vars(x) == {}
     assert len(vars(x)) == 0
     assert "_sky" not in x.__dict__
