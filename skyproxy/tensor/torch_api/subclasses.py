@@ -92,7 +92,7 @@ def joined_class(cls: type[Any]) -> type[Any]:
         "__qualname__": cls.__qualname__,
         "local_class": cls,
         # By itself, for a base of the user's class that is no tensor has a `__dict__` that would come before ours.
-        "__dict__": RemoteSubclass.__dict__["__dict__"],
+        "__dict__": vars(RemoteTensor)["__dict__"],
     }
     made = type(cls)(cls.__name__, (cls, RemoteSubclass), members)  # type: ignore[misc]
     return _joined.setdefault(cls, made)
