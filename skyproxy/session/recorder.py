@@ -58,6 +58,7 @@ class Recorder:
         emit_line: notes for the op that was just emitted a code object and an instruction offset, in the same way.
         drop_slot: takes a slot back whose value the worker still holds; for destructors too, however late.
         wait_for_news: waits for a waiter, where the worker has as much to do as it may have.
+        last_batch: the last batch that left, acknowledged or not; None before the first.
         on_sent: called after batches have left, on the thread that records; a batch may be sent then.
         hidden_writes: how often something was recorded that may write to values which it does not name as operands of
             an op: a replay, a compiled graph, a function.
@@ -116,7 +117,7 @@ class Recorder:
         self._sequence = 0
         # Senders add to it, the reading thread takes from it. There is no lock, because Ctrl-C could leave it held.
         self._sent: deque[RecordedBatch] = deque()
-        self._kept: RecordedBatch | None = None
+        self.last_batch: RecordedBatch | None = None
         self._acked: list[RecordedBatch] | None = None
         self._waiting: deque[Waiter] = deque()
         self.wait_for_news: Callable[[Waiter], object] = Waiter.wait
@@ -210,15 +211,9 @@ class Recorder:
         """Batches that were cut so far."""
         return self._sequence
 
-    @property
-    def last_batch(self) -> RecordedBatch | None:
-        """The last batch that left, acknowledged or not; None before the first."""
-        return self._kept
-
-    @property
-    def handles(self) -> int:
-        """Values that the client holds on the worker."""
-        return self._top - len(self.free) - len(self._taken)
+    def live_among(self, slots: Iterable[int]) -> list[int]:
+        """Return those of some slots that a tensor has now."""
+        return list(filter(self.held.__getitem__, slots))
 
     def append(self, *command: object) -> None:
         """Records one built-in command; sends, if it is time."""
@@ -359,9 +354,9 @@ class Recorder:
         if self._ended is not None:
             raise SessionLostError(str(self._ended)) from self._ended
         # Before it is sent, so that an acknowledgement always finds it.
-        if self._kept is not sent:
+        if self.last_batch is not sent:
             self._sent.append(sent)
-            self._kept = sent
+            self.last_batch = sent
         self._send(message)
         self._outgoing = None
 

@@ -262,9 +262,9 @@ def test_nothing_is_left_behind(connect: Connect, served: tuple[int, str], share
             return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("skyproxy"))
 
         assert (x + 1).sum().item() == 6
-        threads, handles = own_threads(), node._session.recorder.handles
+        threads, handles = own_threads(), node._session.recorder.live_slots
         for _ in range(10):
             cut_and_use()
         wait_for(lambda: own_threads() == threads, "the threads of broken connections end")
         # Housekeeping may just be sending what was released, and count it in two places for a moment.
-        wait_for(lambda: node._session.recorder.handles == handles, "no handle is left")
+        wait_for(lambda: node._session.recorder.live_slots == handles, "no handle is left")

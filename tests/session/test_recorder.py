@@ -86,10 +86,10 @@ def test_a_dead_slot_is_reused_without_a_word_or_released_with_the_next_batch(wi
     drop(wire.recorder, [first])
     assert new_slot(wire.recorder) == first
     drop(wire.recorder, [second])
-    assert wire.recorder.handles == 1
+    assert wire.recorder.live_slots == 1
     wire.recorder.flush()
     assert wire.commands == [commands.RELEASE, [second]]
-    assert wire.recorder.handles == 1
+    assert wire.recorder.live_slots == 1
     assert new_slot(wire.recorder) == second
 
 
@@ -98,10 +98,10 @@ def test_free_slots_above_all_living_ones_count_as_never_used_where_there_are_ve
     living = slots[100]
     drop(wire.recorder, [slot for slot in slots if slot != living])
     wire.recorder.flush()
-    assert wire.recorder.handles == 1
+    assert wire.recorder.live_slots == 1
     assert len(wire.recorder.free) == 100
     assert [new_slot(wire.recorder) for _ in range(103)] == [*slots[:100], *slots[101:104]]
-    assert wire.recorder.handles == 104
+    assert wire.recorder.live_slots == 104
 
 
 def test_a_slot_that_another_thread_takes_while_a_batch_is_cut_is_not_released(wire: Wire) -> None:
@@ -172,7 +172,7 @@ def test_a_batch_looks_at_the_slots_that_died_and_not_at_all_that_are_free(wire:
         assert wire.commands[-2:] == [commands.RELEASE, [kept]]
         kept = new_slot(recorder)
     assert LookedAt.count < 300
-    assert recorder.handles == 2
+    assert recorder.live_slots == 2
     assert last not in recorder.free
 
 

@@ -22,10 +22,10 @@ class Attributes(dict[str, Any]):
 
     __slots__ = ()
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> dict[str, object]:
         return {name: value for name, value in dict.items(self) if name not in OWN_ATTRIBUTES}
 
-    def hidden(self) -> dict[str, Any]:
+    def hidden(self) -> dict[str, object]:
         return {name: value for name, value in dict.items(self) if name in OWN_ATTRIBUTES}
 
     def keys(self) -> Any:
@@ -64,19 +64,19 @@ class Attributes(dict[str, Any]):
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return dict, (self.shown(),)
 
-    def copy(self) -> dict[str, Any]:
+    def copy(self) -> dict[str, object]:
         return self.shown()
 
     def clear(self) -> None:
         for name in self.shown():
             del self[name]
 
-    def popitem(self) -> tuple[str, Any]:
+    def popitem(self) -> tuple[str, object]:
         name, _ = self.shown().popitem()
         return name, self.pop(name)
 
 
-def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def user_attributes(tensor: torch.Tensor) -> dict[str, object]:
     """Return what users set on a tensor, in a dict of its own."""
     return {name: value for name, value in dict.items(WHOLE_DICT.__get__(tensor)) if name not in OWN_ATTRIBUTES}
 

@@ -102,9 +102,8 @@ class Companions:
         if type(recorder) is not Recorder or not session.welcome.limits.get("companions"):
             return session.call("item", slot)
         self._learn(slot, session)
-        held = recorder.held
         followers = self._followers.get(slot, {})
-        wanted = [other for other in followers if held[other]]
+        wanted = recorder.live_among(followers)
         arguments: list[object] = [slot, wanted] if wanted else [slot]
         name = "numbers" if wanted else "item"
         self._came.clear()
@@ -155,12 +154,11 @@ class Companions:
         recorder = session.recorder
         if type(recorder) is not Recorder or session.lost is not None:
             return False
-        stream = recorder.stream
-        begin, end = self._looked_through, len(stream)
+        begin, end = self._looked_through, recorder.unsent
         if recorder.batches != self._sequence or recorder.hidden_writes != self._epoch or end > _MOST_LOOKED_THROUGH:
             return False
         if begin < end:
-            part = stream[begin:end]
+            part, _ = recorder.recorded(begin, end, recorder.unsent_lines)
             if recorder.batches != self._sequence or not self._look_through(part, session):
                 self._sequence = -1
                 return False

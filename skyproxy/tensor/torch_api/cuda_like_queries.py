@@ -98,12 +98,12 @@ def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) 
         )
 
 
-def host_memory_stats() -> dict[str, Any]:
+def host_memory_stats() -> dict[str, object]:
     """Nothing: no allocator of ours pins memory of this machine, see `Tensor.pin_memory`."""
     return {}
 
 
-def host_memory_stats_as_nested_dict() -> dict[str, Any]:
+def host_memory_stats_as_nested_dict() -> dict[str, object]:
     """Nothing, as `host_memory_stats`."""
     return {}
 
@@ -267,7 +267,7 @@ _MISSING_OF_MEMORY = (
 )
 
 
-def names() -> dict[str, Any]:
+def names() -> dict[str, object]:
     """Return what belongs into `torch.sky`, by name."""
     found = {name: globals()[name] for name in (*_MEMORY, *_OTHERS)}
     return found | {name: _make_refusal(name, reason) for name, reason in _MISSING.items()} | {"nvtx": ranges()}

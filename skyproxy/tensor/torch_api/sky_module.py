@@ -259,7 +259,7 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
 
 
 _OF_CUDA = {"allocated": "allocated", "active": "allocated", "reserved": "reserved"}
-"""What `torch.cuda` has numbers of bytes of, and the name of that in the worker's answer."""
+"""Name in the worker's answer of each thing that `torch.cuda` has numbers of bytes of."""
 
 
 def memory_stats(device: DeviceLike = None) -> dict[str, int]:
@@ -399,7 +399,7 @@ def stats() -> dict[str, int]:
         "round_trips": sum(session.round_trips for session in sessions),
         "cache_hits": max(0, ops - misses),
         "cache_misses": misses,
-        "handles": sum(session.recorder.handles for session in sessions),
+        "handles": sum(session.recorder.live_slots for session in sessions),
     }
 
 

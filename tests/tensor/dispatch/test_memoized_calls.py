@@ -99,12 +99,12 @@ def test_slots_come_back(pair: tuple[torch.Tensor, ...]) -> None:
     assert counted.settles(*pair)
     recorder = DEVICES.at(0).recorder
     torch.sky.synchronize()
-    before = recorder.handles
+    before = recorder.live_slots
     with torch.no_grad():
         kept = [counted.by_recipe(*pair) for _ in range(5)]
-        assert recorder.handles == before + 2 * len(kept)
+        assert recorder.live_slots == before + 2 * len(kept)
         del kept
-    assert recorder.handles == before
+    assert recorder.live_slots == before
     assert len(set(recorder.free)) == len(recorder.free)
 
 
