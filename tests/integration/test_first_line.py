@@ -118,6 +118,17 @@ def test_nothing_is_loaded_ahead_once_there_is_nothing_to_wait_for(monkeypatch: 
     assert len(loaded) == 2
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_garbage_is_collected_ahead_while_the_worker_is_waited_for(
+    answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[str] = []
+    monkeypatch.setattr("skyproxy.tensor.dispatch.fake_tensors.importlib.import_module", lambda name: None)
+    monkeypatch.setattr("skyproxy.tensor.dispatch.fake_tensors.collect_loaded", lambda: collected.append("all"))
+    prepare(until=lambda: answered)
+    assert collected == ([] if answered else ["all"])
+
+
 def test_a_worker_collects_garbage_but_not_what_it_loaded(sky: str) -> None:
     del sky
     collects, aside = skyproxy.list_nodes()[0].run(lambda: (gc.isenabled(), gc.get_freeze_count()))

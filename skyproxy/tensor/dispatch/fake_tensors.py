@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.collector import collector_paused
+from skyproxy.collector import collect_loaded, collector_paused
 from skyproxy.interrupts import shielded
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import (
@@ -45,7 +45,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 def prepare(until: Callable[[], bool]) -> None:
-    """Load what the first fake tensor needs, piece by piece, while something else is waited for.
+    """Load what the first fake tensor needs, piece by piece, while something else is waited for; then collect garbage.
 
     Args:
         until: asked before each piece: there is nothing to wait for any more. What is left is loaded when it is needed.
@@ -58,6 +58,8 @@ def prepare(until: Callable[[], bool]) -> None:
                 importlib.import_module(name)
     if not until():
         fake_mode()
+    if not until():
+        collect_loaded()
 
 
 @contextlib.contextmanager
