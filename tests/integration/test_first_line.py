@@ -123,8 +123,8 @@ def test_garbage_is_collected_ahead_while_the_worker_is_waited_for(
     answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected: list[str] = []
-    monkeypatch.setattr("skyproxy.tensor.dispatch.fake_tensors.importlib.import_module", lambda name: None)
     monkeypatch.setattr("skyproxy.tensor.dispatch.fake_tensors.collect_loaded", lambda: collected.append("all"))
+    monkeypatch.setattr("skyproxy.tensor.dispatch.fake_tensors.importlib.import_module", lambda name: None)
     prepare(until=lambda: answered)
     assert collected == ([] if answered else ["all"])
 

@@ -138,7 +138,7 @@ def test_a_session_is_shown_with_what_it_keeps(sky: Kernel) -> None:
 
 def test_help_and_mistakes_say_what_there_is(sky: Kernel) -> None:
     assert "%%sky run" in sky.succeed("%sky").printed["stdout"]
-    assert sky.run("%sky logs sky:7").error[0] == "ConfigurationError"
+    assert sky.run("%sky logs sky:7").error[0] == "UnknownDeviceError"
     assert sky.run("%sky run").error == ("ConfigurationError", "run takes a cell: begin it with %%sky run")
     assert "takes no cell" in sky.run("%%sky status\n1").error[1]
 

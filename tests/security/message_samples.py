@@ -136,6 +136,7 @@ CONTROL_SAMPLES: dict[str, Callable[[Place], list[Any]]] = {
     "stats": lambda place: [],
     "blob_stats": lambda place: [],
     "item": lambda place: [1],
+    "numbers": lambda place: [1, [1, 2]],
     "equal": lambda place: [1, 2],
     "take_apart": lambda place: [1, [21, 22, 23, 24]],
     "copy_to_device": lambda place: [25, 1, CPU],

@@ -72,7 +72,17 @@ MESSAGE_SCOPES: dict[type[Message], str] = {
 ROLE_SCOPES = {OPERATIONS: OPERATIONS, BULK: OPERATIONS, FUNCTIONS: FUNCTIONS, JOBS: FUNCTIONS}
 CONTROL_REACH = {
     "its own session": {
-        *("synchronize", "end_cancellation", "stats", "item", "equal", "take_apart", "copy_to_device", "set_modes"),
+        *(
+            "synchronize",
+            "end_cancellation",
+            "stats",
+            "item",
+            "numbers",
+            "equal",
+            "take_apart",
+            "copy_to_device",
+            "set_modes",
+        ),
         *("modes_in_force", "manual_seed", "random_state", "set_random_state", "keep_random_state"),
         *("restore_random_state", "initial_seed", "new_generator", "seed_generator", "generator_state"),
         *("set_generator_state", "generator_seed", "copy_generator_state", "differentiated", "differentiate"),

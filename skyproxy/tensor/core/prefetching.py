@@ -169,7 +169,11 @@ class ModuleTensors:
     def items(self) -> Iterator[tuple[_Place, object]]:
         """Each with its place, in the order in which loops go through them."""
         module = self._module()
-        parts = [(weakref.ref(part), part) for part in module.modules()] if module is not None else []
+        parts = [
+            (weakref.ref(part), part)
+            for part in (module.modules() if module is not None else ())
+            if not isinstance(part, torch.jit.ScriptModule)  # whose tables are C++'s, and make each tensor anew
+        ]
         for table, of_gradients in (("_parameters", False), ("_parameters", True), ("_buffers", False)):
             for reference, part in parts:
                 for name in getattr(part, table):

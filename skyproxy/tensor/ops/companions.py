@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
 from skyproxy.session.recorder import Recorder
@@ -114,6 +115,8 @@ class Companions:
             self._look_from(recorder, arguments, epoch)
         if not wanted:
             return reply
+        if len(reply) != len(wanted) + 1:
+            raise ProtocolError(f"the worker sent {len(reply)} numbers for {len(wanted) + 1} values")
         first, *others = reply
         for other, number in zip(wanted, others, strict=False):
             followers[other] += 1  # until it is taken
