@@ -135,7 +135,7 @@ def test_large_transfers_have_their_size(trace: Trace, name: str) -> None:
 
 
 def test_waits_are_seen(trace: Trace) -> None:
-    waits = trace.spans("client (this process)", r"wait for (fetch|item)")
+    waits = trace.spans("client (this process)", r"wait for (fetch|item|numbers)")
     assert len(waits) == 4
     answers = [
         came for name in WORKERS for _, came in trace.flights(f"wire to {name}", r"(reply|download) .*").values()
