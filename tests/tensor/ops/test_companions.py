@@ -248,7 +248,7 @@ def test_programs_have_numbers_that_came_along(sky: str, taken: list[object]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("seed", range(100, 106))
 def test_more_programs(seed: int, sky: str) -> None:
-    for part in range(30):
+    for part in range(15):
         _program(seed * 1000 + part, sky, 60)
