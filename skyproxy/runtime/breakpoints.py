@@ -58,6 +58,19 @@ class Followed(Protocol):
         """See `Debugger.tell`."""
 
 
+class _FramePdb(pdb.Pdb):
+    """pdb that stops in its first frame first, not in a finalizer that Python happens to run on the way there."""
+
+    first_frame: FrameType | None = None
+
+    def stop_here(self, frame: FrameType) -> bool:
+        if self.first_frame is not None:
+            if frame is not self.first_frame:
+                return False
+            self.first_frame = None
+        return super().stop_here(frame)
+
+
 class Debugger:
     """The debugger of one call: pdb, with somebody else's terminal.
 
@@ -89,7 +102,9 @@ class Debugger:
     def stop(self, frame: FrameType) -> None:
         """Stop the function in `frame`; what it says next is said to whoever attaches."""
         self._wait_at("breakpoint", frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        self._pdb().set_trace(frame)
+        debugger = self._pdb()
+        debugger.first_frame = frame
+        debugger.set_trace(frame)
 
     def look_at(self, error: BaseException) -> None:
         """Wait for somebody to look at an exception, before the call fails with it."""
@@ -105,9 +120,9 @@ class Debugger:
         debugger.reset()
         debugger.interaction(None, error.__traceback__)
 
-    def _pdb(self) -> pdb.Pdb:
+    def _pdb(self) -> _FramePdb:
         # It takes these two for a terminal: all that it asks of them is here.
-        return pdb.Pdb(stdin=self, stdout=self, nosigint=True, readrc=False)  # type: ignore[arg-type]
+        return _FramePdb(stdin=self, stdout=self, nosigint=True, readrc=False)  # type: ignore[arg-type]
 
     def _wait_at(self, kind: str, file: str, line: int, function: str) -> None:
         info = instance_info()

@@ -80,6 +80,38 @@ def test_whoever_attaches_reads_and_changes_what_is_there() -> None:
     assert stopped.result == 11
 
 
+def add_up_beside_a_collection(debugger: Debugger) -> int:
+    class Stop(Debugger):
+        def _pdb(self) -> Any:
+            terminal = super()._pdb()
+            set_trace = terminal.set_trace
+
+            def collect_on_the_way(frame: Any) -> None:
+                set_trace(frame)
+                finalizer()
+
+            terminal.set_trace = collect_on_the_way  # type: ignore[method-assign]
+            return terminal
+
+    def finalizer() -> None:
+        pass
+
+    total = 1
+    debugger.__class__ = Stop
+    debugger.stop(sys._getframe())
+    total += 1
+    return total
+
+
+def test_a_finalizer_that_runs_on_the_way_is_not_where_it_stops() -> None:
+    stopped = Stopped(add_up_beside_a_collection)
+    said = breakpoints.attach(stopped.debugger.identity)
+    assert "add_up_beside_a_collection()" in until_prompt(said)
+    breakpoints.tell(stopped.debugger.identity, "c")
+    stopped.end()
+    assert stopped.result == 2
+
+
 def test_who_leaves_may_come_back_and_a_second_is_refused() -> None:
     stopped = Stopped(add_up)
     said = stopped.debugger.follow()
