@@ -236,6 +236,7 @@ def test_what_sessions_leave_behind_keeps_nobody_out_and_has_a_bound(tmp_path: P
         second = leave("second")
         # No more than it may have sessions: the one that was left longer is ended.
         wait_for(lambda: not Path(f"/proc/{first}").exists(), "the first process ends")
+        wait_for(lambda: worker.activity()["processes"] == 1, "the worker has heard of its end")
         assert Path(f"/proc/{second}").exists()
         assert "left too many functions" in worker.log
         lines = worker.get("/metrics").splitlines()
