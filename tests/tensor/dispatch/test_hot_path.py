@@ -209,10 +209,12 @@ _NUMBERS_OF_THE_CPU = [torch.tensor(n) for n in (2.5, 3, True, 1j)] + [torch.ten
 def test_a_number_of_the_cpu_takes_the_fast_path(sky: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     x = torch.ones(2, 3).to(dtype)
     remote = x.to(sky)
+    # No kernel computes with what torch 2.15 makes of bfloat16 and a complex number.
+    numbers = [n for n in _NUMBERS_OF_THE_CPU if torch.result_type(x, n) is not getattr(torch, "bcomplex32", None)]
     with monkeypatch.context() as patched:
         patched.setattr(hot_path, "record", None)
-        found = [f(remote) for n in _NUMBERS_OF_THE_CPU for f in _with_a_number(n) for _ in range(2)]
-    expected = [f(x) for n in _NUMBERS_OF_THE_CPU for f in _with_a_number(n) for _ in range(2)]
+        found = [f(remote) for n in numbers for f in _with_a_number(n) for _ in range(2)]
+    expected = [f(x) for n in numbers for f in _with_a_number(n) for _ in range(2)]
     assert tree_differences(found, expected) == []
 
 
