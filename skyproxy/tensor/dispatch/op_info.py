@@ -92,6 +92,8 @@ _FAKED_WRONGLY = frozenset(
         "aten::_embedding_bag",
         "aten::_embedding_bag_forward_only",
         "aten::_grouped_mm",
+        "aten::_log_softmax_backward_data",
+        "aten::_softmax_backward_data",
         "aten::block_diag",
         "aten::linspace",
         "aten::logspace",

@@ -345,6 +345,16 @@ _COMPOSITES["sparse_coo_tensor.indices_size"] = _sparse_coo(aten.sparse_coo_tens
 _COMPOSITES["_sparse_coo_tensor_unsafe"] = _sparse_coo(aten._sparse_coo_tensor_unsafe.default)
 
 
+_plain_compressed = plain_op(aten.sparse_compressed_tensor.comp_plain_value_size)
+
+
+@implements("aten::sparse_compressed_tensor.comp_plain_value_size")
+def _compress(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Make a tensor of aliases: PyTorch's keeps its very arguments, which its `zero_` and resizing would shorten."""
+    parts = [aten.alias.default(part) if type(part) is RemoteTensor else part for part in args[:3]]
+    return dispatch_remote(None, _plain_compressed, None, (*parts, *args[3:]), kwargs)
+
+
 def _as_special(function: Callable[..., object]) -> Special:
     return lambda info, func, args, kwargs: function(*args, **kwargs)
 

@@ -193,6 +193,7 @@ def _clamp_between(x: Meta, low: Meta | None = None, high: Meta | None = None) -
 
 @rule("_softmax_backward_data _log_softmax_backward_data")
 def _softmax_backward(gradient: Meta, output: Meta, dim: int, dtype: torch.dtype) -> RuleResult:
+    # Of another dtype the gradient comes as `gradient` is or as `dtype` says, which depends on the device.
     fits = _follows(gradient, output) and dtype is output.dtype and output.size
     return [fresh(output.size, output.dtype)] if fits and -len(output.size) <= dim < len(output.size) else None
 

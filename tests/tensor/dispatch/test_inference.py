@@ -18,6 +18,7 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.dispatch import entries, inference
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import info_of
+from tests.conformance.twins import tree_differences
 
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     name: lambda a, b, name=name: getattr(a, name)(b)
@@ -396,3 +397,16 @@ def test_sizes_that_no_memory_has_are_refused_as_locally(make: Callable[[torch.T
         with pytest.raises(RuntimeError, match=r"overflow|negative"):
             make(torch.ones(3, device=device))
     assert torch.ones(1, device=sky1).expand(1 << 62).shape == (1 << 62,)
+
+
+@pytest.mark.parametrize("backward", [torch._softmax_backward_data, torch._log_softmax_backward_data])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("of_input", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_gradients_of_a_softmax_that_converted_have_the_dtype_that_the_device_gives(
+    of_input: torch.dtype, dtype: torch.dtype, backward: Callable[..., torch.Tensor], sky1: str
+) -> None:
+    def compute(device: str) -> torch.Tensor:
+        gradient, output = (torch.full((2, 3), value, dtype=dtype, device=device) for value in (0.5, 0.25))
+        return backward(gradient, output, 1, of_input)
+
+    assert tree_differences(compute(sky1), compute("cpu")) == []
