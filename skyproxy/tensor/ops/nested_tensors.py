@@ -33,7 +33,7 @@ from skyproxy.tensor.core.torch_private import (
 from skyproxy.tensor.dispatch import recording
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements, info_of
-from skyproxy.tensor.ops.nested_copies import copy_nested
+from skyproxy.tensor.ops.nested_copies import convert_nested, copy_nested
 from skyproxy.torch_codec import contiguous_stride
 
 _VIEWS = DispatchKeySet(DispatchKey.ADInplaceOrView)
@@ -140,8 +140,11 @@ class RemoteNestedTensor(torch.Tensor):
         cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         with DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") in _NO_OPERATIONS:
+            name = getattr(func, "__name__", "").partition(".")[0]
+            if name in _NO_OPERATIONS or name in _CONVERSIONS:
                 return func(*args, **(kwargs or {}))
+            if func is torch.numel:
+                return cls.numel(*args, **(kwargs or {}))  # type: ignore[arg-type]
             # Composites arrive here whole: PyTorch would decompose them by sizes that nested tensors do not have.
             with BelowAutograd(), ExcludedKeys(_VIEWS):
                 return func(*args, **(kwargs or {}))
@@ -154,6 +157,10 @@ class RemoteNestedTensor(torch.Tensor):
         answer = _ANSWERS.get(info.name)
         if answer is not None:
             return answer(*args, **(kwargs or {}))
+        if info.name in _LIKE and type(args[0]) is RemoteNestedTensor:
+            like = convert_nested(args[0], (kwargs or {}).get("device"))  # type: ignore[arg-type]
+            if like is not args[0]:
+                return func(like, *args[1:], **(kwargs or {}))
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         differentiated = (
             torch.is_grad_enabled()
@@ -181,6 +188,7 @@ _NO_OPERATIONS = frozenset(
         "__set__",
         "__delete__",
         "backward",
+        "detach_",
         "dim",
         "ndimension",
         "element_size",
@@ -203,6 +211,14 @@ _NO_OPERATIONS = frozenset(
     }
 )
 """Functions and attributes that are about autograd, or about a tensor as such."""
+_CONVERSIONS = frozenset(
+    {
+        *("to", "cpu", "sky", "type_as", "_to_copy"),
+        *("double", "float", "half", "bfloat16", "cdouble", "cfloat", "chalf"),
+        *("bool", "byte", "char", "short", "int", "long"),
+    }
+)
+"""What PyTorch divides into a copy, with its own derivative: the result may be no nested tensor of this class."""
 _OVERWRITES = frozenset({"aten::zero_", "aten::fill_.Scalar", "aten::copy_"})
 _WITHOUT_GRADIENTS = frozenset({"aten::detach", "aten::zeros_like", "aten::ones_like", "aten::empty_like"})
 
@@ -389,6 +405,11 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "aten::_nested_tensor_strides": lambda x: _numbers(x.component_strides),
     "aten::_nested_tensor_storage_offsets": lambda x: _numbers(x.component_offsets),
     "aten::_to_copy": copy_nested,
+    "aten::to.device": convert_nested,
+    "aten::to.dtype": lambda x, dtype, *rest, **options: convert_nested(x, None, dtype, *rest, **options),
+    "aten::to.dtype_layout": convert_nested,
+    "aten::to.other": lambda x, other, *rest, **options: convert_nested(x, other.device, other.dtype, *rest, **options),
+    "aten::type_as": lambda x, other: convert_nested(x, other.device, other.dtype),
     "aten::is_same_size": lambda x, other: (
         getattr(x, "component_sizes", None) == getattr(other, "component_sizes", None)
     ),
@@ -397,6 +418,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "aten::size.int": lambda x, dim: x.size(dim),
     "aten::numel": lambda x: x.numel(),
 }
+_LIKE = frozenset(f"aten::{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn"))
 _PLACED = frozenset({"aten::_nested_tensor_from_tensor_list"})
 
 
@@ -435,6 +457,7 @@ def install() -> None:
     recording.wrap_described[torch_codec.NESTED] = RemoteNestedTensor.holding
     library = torch.library.Library("aten", "IMPL")
     library.impl("_nested_tensor_from_tensor_list", _from_list_here, "CPU")
+    library.impl("_to_copy", copy_nested, "NestedTensorPrivateUse1")
     patching.registered(
         "kernel of `aten::_nested_tensor_from_tensor_list` for the CPU",
         library._destroy,

@@ -159,6 +159,45 @@ def test_gradients_are_those_of_the_cpu(name: str, layout: torch.layout, sky1: s
     assert_same(run(sky1), run("cpu"))
 
 
+CONVERSIONS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
+    "cpu": lambda x, p: x.cpu(),
+    "to the CPU": lambda x, p: x.to("cpu"),
+    "to the CPU in another dtype": lambda x, p: x.to("cpu", torch.float64, non_blocking=True),
+    "as a tensor of the CPU": lambda x, p: x.to(torch.ones(1, dtype=torch.float64)),
+    "type_as": lambda x, p: x.type_as(torch.ones(1, dtype=torch.float16)),
+    "from the CPU": lambda x, p: x.cpu().to(p),
+    "to where it is": lambda x, p: x.to(p),
+    "a copy": lambda x, p: x.to(p, copy=True),
+    "another dtype": lambda x, p: x.to(torch.float64),
+    "zeros_like": lambda x, p: torch.zeros_like(x, device="cpu"),
+    "ones_like": lambda x, p: torch.ones_like(x, device="cpu", dtype=torch.float64),
+    "randn_like": lambda x, p: torch.randn_like(x, device="cpu"),
+    "detach_": lambda x, p: x.clone().detach_(),
+}
+
+
+@pytest.mark.parametrize("differentiated", [True, False])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_is_where_and_what_it_was_asked_to_be(name: str, differentiated: bool, sky1: str) -> None:
+    stays = name in ("from the CPU", "to where it is", "a copy", "another dtype", "detach_")
+
+    def compute(place: str) -> tuple[torch.Tensor, list[Any]]:
+        torch.manual_seed(0)
+        x = make(torch.strided, place, requires_grad=differentiated)
+        made = CONVERSIONS[name](x, place)
+        if made.requires_grad:
+            torch.nested.to_padded_tensor(made * made, 0.0).sum().backward()
+        return made, [stays and made is x, made.dtype, made.requires_grad, torch.numel(made), x.grad]
+
+    (ours, told), (theirs, expected) = compute(sky1), compute("cpu")
+    assert ours.device == torch.device(sky1 if stays else "cpu")
+    if name != "from the CPU":
+        assert_same([ours, *told[:-1]], [theirs, *expected[:-1]])
+    if expected[-1] is not None:
+        assert told[-1].device == torch.device(sky1)
+        assert_same(told[-1], expected[-1])
+
+
 def test_weights_of_layers_get_the_gradients_of_the_cpu(sky1: str) -> None:
     def step(place: str) -> list[Any]:
         torch.manual_seed(0)
