@@ -203,7 +203,7 @@ class BoundCall:
             raise mixed_devices_error(self.info.name, self.device.torch_device, a.device)
         name = torch_codec.DTYPE_NAMES[a.dtype]
         self.key.append(("host", name))
-        self.operands.append(a.item())
+        self.operands.append(number_of(a))
         return (commands.HOST_SCALAR, name)
 
     def _bind_list(self, items: Sequence[RemoteTensor | torch.Tensor | None], is_written: bool) -> object:
@@ -254,6 +254,20 @@ def is_host_number(info: OpInfo, position: int, a: torch.Tensor) -> bool:
         and a.layout is torch.strided
         and (not info.writes or info.names[position] not in info.writes)
     )
+
+
+def number_of(a: torch.Tensor) -> complex:
+    """The number that a tensor of the CPU without dimensions holds.
+
+    Composites that are divided here take conjugates of their operands, whose bits PyTorch no longer looks at there.
+    """
+    if not (a.is_conj() or a.is_neg()):
+        return a.item()
+    plain = torch.ops.aten._conj(a) if a.is_conj() else a
+    plain = torch.ops.aten._neg_view(plain) if a.is_neg() else plain
+    value: complex = plain.item()
+    value = value.conjugate() if a.is_conj() else value
+    return -value if a.is_neg() else value
 
 
 def refuse_to_pin(wanted: object) -> None:

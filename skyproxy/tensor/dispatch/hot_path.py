@@ -23,7 +23,7 @@ from skyproxy.tensor.core.host_copies import forget_copy, know_element
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass, rule_registry
 from skyproxy.tensor.core.user_lines import FOREIGN
-from skyproxy.tensor.dispatch.binding import is_host_number
+from skyproxy.tensor.dispatch.binding import is_host_number, number_of
 from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
@@ -195,7 +195,7 @@ def dispatch_remote(
                 wire.append(a if a is not None else 0)
             elif how == TENSOR and kind is torch.Tensor and is_host_number(info, len(key) - 1, a):
                 key.append(("host", DTYPE_NAMES[a.dtype]))
-                wire.append(a.item())
+                wire.append(number_of(a))
             else:
                 return record(info, func, args, kwargs or {})
     if device is None:

@@ -8,6 +8,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from skyproxy.errors import UnsupportedOpError
+from skyproxy.tensor.core.torch_private import BelowAutograd, DispatchKey, DispatchKeySet, ExcludedKeys
 from skyproxy.tensor.dispatch import binding
 
 
@@ -25,3 +26,14 @@ def test_symbolic_numbers_travel_as_the_numbers_that_they_stand_for() -> None:
 def test_what_is_no_number_is_refused_by_its_type() -> None:
     with pytest.raises(UnsupportedOpError, match="an argument of type object"):
         binding._number(object())
+
+
+def test_a_number_is_conjugated_and_negated_also_where_pytorch_does_not_look_at_these_bits() -> None:
+    x = torch.tensor(1 + 2j)
+    numbers = [x, x.conj(), x.conj().imag, torch.ops.aten._neg_view(x.conj())]
+    expected = [1 + 2j, 1 - 2j, -2.0, -1 + 2j]
+    assert [binding.number_of(number) for number in numbers] == expected
+    bits = DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative)
+    with BelowAutograd(), ExcludedKeys(bits):
+        assert numbers[1].item() == 1 + 2j
+        assert [binding.number_of(number) for number in numbers] == expected

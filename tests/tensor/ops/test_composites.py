@@ -291,3 +291,13 @@ def test_a_bias_of_another_dtype_is_added_in_place(
         except RuntimeError as error:
             found.append(str(error).partition("\n")[0])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_composite_conjugates_a_number_of_the_cpu(mode: Callable[[], Any], sky1: str) -> None:
+    number, others = torch.tensor(1 + 2j), torch.tensor([3 + 1j, 2 - 5j])
+    with mode():
+        for x in (number, number.conj(), -number.conj().imag, number.conj().imag + 0j):
+            expected = torch.linalg.vecdot(x.to(others.dtype), others)
+            for _ in range(2):  # the second call finds what the first one left
+                assert torch.linalg.vecdot(x.to(others.dtype), others.to(sky1)).cpu() == expected

@@ -36,6 +36,8 @@ def gradients(x: torch.Tensor, device: str, dim: int | None, keepdim: bool, agai
 @pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize("name", INPUTS)
 def test_gradients_are_those_of_the_cpu(name: str, again: bool, sky1: str) -> None:
+    if again and name in ("one zero", "a zero and an infinity") and torch.__version__ < "2.12":
+        pytest.skip("this version differentiates `cumprod` of tensors from Python in another form")
     torch.manual_seed(0)
     x = INPUTS[name]()
     for dim in (None, 0, -1):
@@ -77,6 +79,7 @@ def test_under_transforms_it_is_pytorchs_own(sky1: str) -> None:
 def test_its_nodes_have_pytorchs_names(sky1: str) -> None:
     for device in ("cpu", sky1):
         x = torch.ones(2, 3, device=device, requires_grad=True)
-        nodes = [result.grad_fn for result in (x.prod(), x.prod(1))]
+        results = x.prod(), x.prod(1)  # before torch 2.13, nodes of Python end with what they are the history of
+        nodes = [result.grad_fn for result in results]
         assert [type(node).__name__ for node in nodes] == ["ProdBackward0", "ProdBackward1"]
         assert [node.name() for node in nodes if node is not None] == ["ProdBackward0", "ProdBackward1"]
