@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from skyproxy.daemon_threads import ThreadsInOperations
 from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.first_use import tell_misspelt_variables, tell_worker
 from skyproxy.node import OPEN_NODES, DeviceInfo, Node
@@ -351,6 +352,12 @@ def _close_all() -> None:
             node.close()
 
 
+def _close_at_exit() -> None:
+    threads = ThreadsInOperations()
+    _close_all()
+    threads.wait()
+
+
 def fetch_async(tensor: torch.Tensor) -> asyncio.Future[torch.Tensor]:
     """Asks for a remote tensor's values and gives an awaitable of the CPU tensor; neither blocks.
 
@@ -385,4 +392,4 @@ def observing(observer: Callable[[str], None]) -> Iterator[None]:
 
 
 DEVICES.start_default = _start_default
-atexit.register(_close_all)
+atexit.register(_close_at_exit)

@@ -78,6 +78,29 @@ threading.Thread(target=quietly, args=(lambda: x.cpu(),), daemon=True).start()
     )
 
 
+def test_a_thread_that_is_in_an_operation_is_waited_for() -> None:
+    check_exit(
+        """
+import contextlib, threading, time, torch, skyproxy
+from skyproxy.nodes import observing
+x = torch.rand(10_000, device="sky:0") + 1
+inside = threading.Event()
+
+def stay(_):
+    inside.set()
+    time.sleep(0.3)
+
+def read():
+    with contextlib.suppress(skyproxy.errors.SessionLostError), observing(stay):
+        x.cpu()
+
+threading.Thread(target=read, daemon=True).start()
+assert inside.wait(30)
+""",
+        [],
+    )
+
+
 def test_an_error_ends_the_program_as_an_error_does() -> None:
     done = run_program("import skyproxy, torch; x = torch.ones(2, device='sky:0'); raise SystemExit(7)")
     assert (done.returncode, done.stderr) == (7, "")

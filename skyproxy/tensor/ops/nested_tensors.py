@@ -218,7 +218,7 @@ _CONVERSIONS = frozenset(
         *("bool", "byte", "char", "short", "int", "long"),
     }
 )
-"""What PyTorch divides into a copy, with its own derivative: the result may be no nested tensor of this class."""
+"""Functions that PyTorch divides into a copy with a derivative of its own: what they give may be another class."""
 _OVERWRITES = frozenset({"aten::zero_", "aten::fill_.Scalar", "aten::copy_"})
 _WITHOUT_GRADIENTS = frozenset({"aten::detach", "aten::zeros_like", "aten::ones_like", "aten::empty_like"})
 
