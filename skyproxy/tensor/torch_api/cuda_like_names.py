@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -141,8 +142,39 @@ def _parts() -> dict[str, types.ModuleType]:
     return parts
 
 
+def _warn_of_no_events(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def begin(self: Any, *, activities: Any = None, **options: Any) -> None:
+        chosen = set(activities or ())
+        if chosen == {torch.profiler.ProfilerActivity.PrivateUse1}:
+            warnings.warn(
+                "ProfilerActivity.SKY alone records nothing: PyTorch takes events of such a device from C++ only. Add "
+                "ProfilerActivity.CPU for the operations that this program records, or take skyproxy.profile(), which "
+                "shows what workers do",
+                stacklevel=2,
+            )
+        plain(self, activities=None if activities is None else chosen, **options)
+
+    return begin
+
+
+def _install_for_devices() -> None:
+    """Have profiles that would be empty warned of when the first device comes to exist."""
+    if patching.is_replaced(torch.profiler.profile, "__init__"):
+        return
+    patching.wrap(
+        torch.profiler.profile,
+        "__init__",
+        _warn_of_no_events,
+        why="a profile of `ProfilerActivity.SKY` alone is empty: PyTorch takes events of such a device from C++ only",
+        test="tests/tensor/torch_api/test_cuda_like_names.py::test_a_profile_that_would_be_empty_is_warned_of",
+        when=patching.When.FIRST_DEVICE,
+    )
+
+
 def install() -> None:
     """Put these names into `torch.sky`."""
+    DEVICES.before_new[_install_for_devices] = None
     amp = _amp()
     patching.enter(
         sys,

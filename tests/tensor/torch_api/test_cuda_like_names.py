@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -136,6 +137,21 @@ def test_pytorchs_profiler_takes_the_device_for_an_activity(sky: str) -> None:
     with torch.profiler.profile(activities=kinds) as profile:
         (x + 1).sum().item()
     assert {"aten::add", "aten::sum"} <= {event.key for event in profile.key_averages()}
+
+
+def test_a_profile_that_would_be_empty_is_warned_of(sky: str) -> None:
+    activity = torch.profiler.ProfilerActivity
+    x = torch.ones(2, 2, device=sky)
+    with pytest.warns(UserWarning, match="SKY alone records nothing") as warned:
+        profile = torch.profiler.profile(activities=[activity.PrivateUse1])
+    assert [warning.filename for warning in warned] == [__file__]
+    with profile:
+        (x + 1).sum().item()
+    assert not profile.events()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for chosen in ([activity.CPU], (kind for kind in (activity.CPU, activity.PrivateUse1))):
+            torch.profiler.profile(activities=chosen)
 
 
 def test_the_backend_has_its_name(sky: str) -> None:
