@@ -147,10 +147,13 @@ def sparse_mm_reduce_backward(
     return grads
 
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 @_override("aten::histc")
 def histogram(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """Counts of values in equal bins, (bins,), in the dtype of the values. The CPU's kernel knows no integers."""
-    if values.dtype.is_floating_point:
+    if values.dtype not in _INTEGERS:  # of complex numbers and booleans, whose kernels refuse them, half would be lost
         return torch.histc(values, bins, min, max)
     # Exact: a double holds every count, and every integer up to 2^53.
     return torch.histc(values.double(), bins, min, max).to(values.dtype)

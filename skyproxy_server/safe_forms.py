@@ -220,6 +220,8 @@ def _embedding_bag(given: dict[str, Any]) -> None:
             last = int(offsets[-1])
             message = f"offsets[-1] can not be greater than input's length {count} but got offsets[-1] of {last}"
             require(last <= count, message)
+            grow = bool((offsets[1:] >= offsets[:-1]).all())
+            require(grow, "Expected i < index_size to be true, but got false: offsets of bags decrease")
         given["offsets"] = offsets.clamp(0, count).cummax(0).values  # where they decrease, the kernel writes nothing
     rows = given["weight"].shape[0] if "weight" in given else given.get("num_weights", 0)
     if "grad" not in given:

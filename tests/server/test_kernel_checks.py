@@ -375,6 +375,14 @@ def test_bags_that_end_behind_the_indices_are_refused_in_the_kernels_words(name:
     assert str(found.value) == str(expected.value)
 
 
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_bags_that_begin_before_the_last_one_are_refused(mode: int) -> None:
+    form = SAFE_FORMS["aten::_embedding_bag"]
+    form(_TEN, torch.tensor([0, 1]), torch.tensor([0, 1, 1, 2]), False, mode)
+    with pytest.raises(RuntimeError, match="Expected i < index_size to be true"):
+        form(_TEN, torch.tensor([0, 1]), torch.tensor([0, 2, 1]), False, mode)
+
+
 def test_batch_norm_without_its_statistics_is_refused() -> None:
     with pytest.raises(RuntimeError, match="running_mean"):
         SAFE_FORMS["aten::_batch_norm_no_update"](FLOATS(1, 2, 3), None, None, None, None, 0.1, 1e-5)

@@ -23,6 +23,12 @@ def test_integers_without_bounds_span_what_is_there() -> None:
     assert histogram(torch.tensor([2, 4, 6, 6]), bins=2).tolist() == [1, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool])
+def test_what_the_kernel_refuses_is_not_counted(dtype: torch.dtype) -> None:
+    with pytest.raises(NotImplementedError):
+        histogram(torch.ones(3, dtype=dtype), bins=2)
+
+
 def test_floats_go_to_the_kernel_itself() -> None:
     values = torch.tensor([0.1, 0.6, 0.9, 1.0])
     assert torch.equal(histogram(values, 2, 0, 1), torch.histc(values, 2, 0, 1))

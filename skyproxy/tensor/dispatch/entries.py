@@ -67,6 +67,7 @@ class Entry:
         nothing: whether there is no result at all, for the fast path.
         shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
         output_templates: how each result is kept, see `protocol.commands`.
+        is_guessed: whether kernels without values told of it, which let pass much that others refuse.
         made: what the fresh tensors look like, then those that were written; the worker checks it the first time.
     """
 
@@ -74,6 +75,7 @@ class Entry:
         "_made",
         "_outputs",
         "changed",
+        "is_guessed",
         "listed",
         "meta",
         "nothing",
@@ -89,7 +91,7 @@ class Entry:
         self._made: Sequence[Meta] | None = ()
         self.changed = changed
         self.number = 0
-        self.simple = self.nothing = self.shares_first = False
+        self.simple = self.nothing = self.shares_first = self.is_guessed = False
         self.meta: Meta | None = None
         self.several: Sequence[Look] | None = None
         self.listed: list[tuple[Meta, int | None]] | None = None

@@ -281,7 +281,11 @@ _NOTHING = contextlib.nullcontext()
 def _infer_by_fake(call: BoundCall) -> Entry | None:
     """Runs the op on tensors without values: on meta tensors where it may be, which takes a quarter of the time."""
     entry = _run_without_values(call, "meta") if call.info.takes_meta else None
-    return _run_without_values(call, "cpu") if entry is None and not call.info.is_view else entry
+    if entry is None and not call.info.is_view:
+        entry = _run_without_values(call, "cpu")
+    if entry is not None:
+        entry.is_guessed = True
+    return entry
 
 
 def _run_without_values(call: BoundCall, place: str) -> Entry | None:

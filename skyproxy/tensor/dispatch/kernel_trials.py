@@ -26,7 +26,9 @@ _taken: set[tuple[object, ...]] = set()
 """Kinds of calls that kernels took. Refused ones are tried again: it may have been for their sizes."""
 
 
-def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], made: Sequence[Meta]) -> bool:
+def takes_dtypes(
+    info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], made: Sequence[Meta], *, is_guessed: bool = False
+) -> bool:
     """Return whether a kernel takes the dtypes of a call, or that was not tried.
 
     Args:
@@ -34,16 +36,20 @@ def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], m
         args: its arguments, with looks in the place of tensors.
         kwargs: the same by name.
         made: how its results look, as far as they are tensors.
+        is_guessed: whether no rule knew of such a call, and kernels without values let it pass, which look at neither
+            numbers nor dtypes: it is tried each time.
     """
     if not info.is_tried:
         return not info.draws_floats or all(look.dtype.is_floating_point or look.dtype.is_complex for look in made)
-    if not info.takes_whole_numbers and _are_usual(args) and (not kwargs or _are_usual(kwargs.values())):
-        return True
+    if not is_guessed and not info.takes_whole_numbers:
+        values = (*args, *kwargs.values()) if kwargs else args
+        if any(_are_all(values, usual) for usual in _USUAL):
+            return True
     looks = [*_looks((*args, *kwargs.values()))]
-    if not looks:
+    if not looks and not is_guessed:
         return True
     key = (info, *((look.dtype, not look.size) for look in looks), *map(type, args), *kwargs)
-    if key in _taken:
+    if key in _taken and not is_guessed:
         return True
     is_small = all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
     if any(look.dtype is torch.complex32 for look in looks):  # a trial would warn; few programs have it, so this asks
@@ -56,24 +62,26 @@ def takes_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], m
         return True
     if not any(_runs(info, args, kwargs, value, is_small) for value in (0, 1)):  # ones for what divides
         return False
+    if is_guessed:
+        return True
     if len(_taken) >= _MOST_KINDS:
         _taken.clear()
     _taken.add(key)
     return True
 
 
-_USUAL = frozenset({torch.float32, torch.float64})
-"""Dtypes that whatever takes numbers takes; of halves, many kernels have none."""
+_USUAL = (torch.float32, torch.float64)
+"""Dtypes that whatever takes numbers takes, alone; of halves, many kernels have none."""
 
 
-def _are_usual(items: Iterable[object]) -> bool:
-    """Return whether all looks have dtypes that all kernels have; without generators, for each new shape is asked."""
+def _are_all(items: Iterable[object], usual: torch.dtype) -> bool:
+    """Return whether all looks have one dtype; without generators, for each new shape is asked."""
     for a in items:
         kind = type(a)
         if kind is Meta or kind is KnownMeta:
-            if a.dtype not in _USUAL:  # type: ignore[attr-defined]
+            if a.dtype is not usual:  # type: ignore[attr-defined]
                 return False
-        elif (kind is list or kind is tuple) and a and type(a[0]) is not int and not _are_usual(a):  # type: ignore[index,arg-type]
+        elif (kind is list or kind is tuple) and a and type(a[0]) is not int and not _are_all(a, usual):  # type: ignore[index,arg-type]
             return False
     return True
 

@@ -92,7 +92,9 @@ _FAKED_WRONGLY = frozenset(
         "aten::_embedding_bag",
         "aten::_embedding_bag_forward_only",
         "aten::_grouped_mm",
+        "aten::_log_softmax",
         "aten::_log_softmax_backward_data",
+        "aten::_softmax",
         "aten::_softmax_backward_data",
         "aten::block_diag",
         "aten::linspace",
@@ -102,6 +104,9 @@ _FAKED_WRONGLY = frozenset(
         "aten::mkldnn_rnn_layer",
         "aten::mkldnn_rnn_layer_backward",
         "aten::multilabel_margin_loss_forward",
+        "aten::randint",
+        "aten::randint_like",
+        "aten::randperm",
         "aten::segment_reduce",
     }
 )
@@ -200,6 +205,8 @@ _TRIED = frozenset(
         "max_pool2d_with_indices max_pool3d_with_indices reflection_pad1d reflection_pad2d replication_pad1d",
         "replication_pad2d _upsample_nearest_exact1d _upsample_nearest_exact2d upsample_bicubic2d upsample_bilinear2d",
         "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d",
+        "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact3d max_pool1d reflection_pad3d",
+        "replication_pad3d _standard_gamma poisson random searchsorted histc fill full full_like masked_fill new_full",
     )
     for name in words.split()
 )

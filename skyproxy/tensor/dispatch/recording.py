@@ -126,7 +126,8 @@ def run(call: BoundCall) -> Any:
             # What is written may be resized by values that no fake tensor has.
             return ask(call, key if call.info.asks_worker_for_shape and not call.info.writes else None)
         asks = filled is None and inference.depends_on_kind(call)
-        if asks or not takes_dtypes(call.info, *inference.looks_of(call), entry.made):
+        looks, named = inference.looks_of(call)
+        if asks or not takes_dtypes(call.info, looks, named, entry.made, is_guessed=entry.is_guessed):
             return ask(call, key)
         entry.number = _signature(call, entry)
         device.remember(key, entry)

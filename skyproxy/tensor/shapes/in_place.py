@@ -25,9 +25,9 @@ _FLOAT_UNARY = (
     "abs_ acos_ acosh_ asin_ asinh_ atan_ atanh_ ceil_ cos_ cosh_ erf_ erfc_ exp_ exp2_ expm1_ floor_ frac_ "
     "hardsigmoid_ hardswish_ lgamma_ log_ log10_ log1p_ log2_ mish_ neg_ nan_to_num_ reciprocal_ relu_ round_ rsqrt_ "
     "sigmoid_ sign_ silu_ sin_ sinh_ sqrt_ square_ tan_ tanh_ trunc_ zero_ "
-    "digamma_ erfinv_ i0_ sinc_ bernoulli_.float cauchy_ clamp_ clamp_max_ clamp_min_ elu_ exponential_ fill_.Scalar "
+    "digamma_ erfinv_ i0_ sinc_ cauchy_ clamp_ clamp_max_ clamp_min_ elu_ exponential_ fill_.Scalar "
     "geometric_ hardtanh_ leaky_relu_ "
-    "log_normal_ normal_ pow_.Scalar random_ random_.from random_.to threshold_ uniform_"
+    "log_normal_ normal_ pow_.Scalar random_ threshold_ uniform_"
 )
 
 
@@ -146,6 +146,22 @@ def _masked_fill(target: Meta, mask: object, value: object) -> RuleResult:
 def _unary(target: Meta, *numbers: object, **named: object) -> RuleResult:
     fits = target.dtype in FLOATS and keeps_target(target)
     return _target_if(fits and all(a is None or type(a) in _REAL for a in (*numbers, *named.values())))
+
+
+@rule("bernoulli_.float")
+def _bernoulli(target: Meta, p: float = 0.5, **named: object) -> RuleResult:
+    return _unary(target, **named) if type(p) in _REAL and 0 <= p <= 1 else None
+
+
+@rule("random_.to")
+def _random_below(target: Meta, high: int, **named: object) -> RuleResult:
+    return _random_between(target, 0, high, **named)
+
+
+@rule("random_.from")
+def _random_between(target: Meta, low: int, high: int | None, **named: object) -> RuleResult:
+    fits = type(low) is int and (high is None or (type(high) is int and low < high <= 1 << 8))
+    return _unary(target, **named) if fits and abs(low) <= 1 << 8 else None
 
 
 @rule("relu_ abs_ neg_ sign_ square_ zero_")

@@ -222,6 +222,13 @@ def _wide_eye(n: int, m: int, **options: object) -> RuleResult:
     return _fill((n, m), **options)
 
 
+_LARGEST: dict[torch.dtype | None, int] = {
+    **{dtype: torch.iinfo(dtype).max for dtype in INTEGERS},
+    **{dtype: int(2 / torch.finfo(dtype).eps) for dtype in FLOATS},
+}
+"""Up to which number tensors of a dtype hold each integer."""
+
+
 @rule("randint")
 def _randint(
     high: int, size: Sequence[int], *, dtype: torch.dtype | None = torch.int64, **options: object
@@ -233,18 +240,19 @@ def _randint(
 def _randint_from(
     low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = torch.int64, **options: object
 ) -> RuleResult:
-    fits = type(low) is type(high) is int and low < high and dtype in (torch.int64, torch.float32, torch.float64)
-    return _fill(size, dtype=dtype, **options) if fits and high < 1 << 24 else None
+    fits = type(low) is type(high) is int and low < high and dtype in _LARGEST
+    smallest = 0 if dtype is torch.uint8 else -_LARGEST.get(dtype, 0) - 1
+    return _fill(size, dtype=dtype, **options) if fits and smallest <= low and high - 1 <= _LARGEST[dtype] else None
 
 
 @rule("randperm")
 def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, **options: object) -> RuleResult:
-    return _fill((n,), dtype=dtype, **options) if dtype is torch.int64 else None
+    return _fill((n,), dtype=dtype, **options) if n <= _LARGEST.get(dtype, -1) else None
 
 
 @rule("linspace")
 def _linspace(start: object, end: object, steps: object, **options: object) -> RuleResult:
-    fits = all(type(n) in (int, float) for n in (start, end)) and options.get("dtype") not in INTEGERS
+    fits = all(type(n) in (int, float) for n in (start, end)) and options.get("dtype") in (None, *FLOATS)
     return _fill((steps,), **options) if fits else None
 
 

@@ -201,8 +201,13 @@ def _softmax_backward(gradient: Meta, output: Meta, dim: int, dtype: torch.dtype
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
-@rule("mse_loss smooth_l1_loss huber_loss")
-def _loss(x: Meta, target: Meta, reduction: int = 1, *numbers: object) -> RuleResult:
+@rule("smooth_l1_loss huber_loss")
+def _bent_loss(x: Meta, target: Meta, reduction: int = 1, bend: float = 1.0) -> RuleResult:
+    return _loss(x, target, reduction) if type(bend) in (int, float) and bend > 0 else None
+
+
+@rule("mse_loss")
+def _loss(x: Meta, target: Meta, reduction: int = 1) -> RuleResult:
     fits = plain(x, target) and x.dtype in FLOATS and x.dtype is target.dtype and x.size == target.size
     if not fits or reduction not in (0, 1, 2) or (reduction == 0 and not whole_floats(x, target)):
         return None

@@ -297,7 +297,7 @@ def _direction(a: Meta) -> RuleResult:
 
 @rule("polygamma")
 def _polygamma(order: int, a: Meta) -> RuleResult:
-    return _fraction(a)
+    return _fraction(a) if order >= 0 else None
 
 
 @rule("hardtanh")
@@ -402,8 +402,9 @@ def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: object) -> RuleResult:
 
 @rule("_softmax _log_softmax")
 def _softmax(a: Meta, dim: int, half_to_float: bool) -> RuleResult:
-    fits = not half_to_float and a.dtype in FLOATS and a.plain and len(a.size) > 0 and 0 not in a.size
-    return [(plain_meta(a.size, a.dtype), None)] if fits and -len(a.size) <= dim < len(a.size) else None
+    rank = len(a.size) or 1
+    fits = not half_to_float and a.dtype in FLOATS and a.plain
+    return [(plain_meta(a.size, a.dtype), None)] if fits and -rank <= dim < rank else None
 
 
 @rule("embedding")
