@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import elementwise
+from skyproxy.tensor.shapes.elementwise import elementwise, preserved_stride
 from skyproxy.tensor.shapes.gradients import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, RuleAnswer, RuleResult, keeps_target, rule
 
@@ -22,8 +22,6 @@ _UNARY = (
     "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
 )
 _BINARY = "add sub mul div clamp_min clamp_max maximum minimum pow"
-_LIKE_UNARY = frozenset({"clamp_min", "clamp_max", "maximum", "minimum", "pow"})
-"""Binary ops that take a number as it is, and do not make a tensor of it first."""
 _IN_PLACE_ANSWER: RuleAnswer = []
 _KINDS = {float: 1.0, int: 1}
 Answer = TypeVar("Answer")
@@ -114,12 +112,24 @@ def _without_number(first: Meta, other: object) -> Meta | None:
     return _elementwise(first) if _floats(first, other) else None
 
 
+def _power(first: Meta, exponent: object) -> Meta | None:
+    if type(first) is Meta and first.plain and first.dtype is torch.bool and type(exponent) is bool:
+        # Kernels without values make integers of it.
+        return plain_meta(first.size, torch.bool, preserved_stride(first.size, first.stride))
+    return _without_number(first, exponent)
+
+
+_WITH_NUMBER: dict[str, _Column] = {
+    **dict.fromkeys(("clamp_min", "clamp_max", "maximum", "minimum"), _without_number),
+    "pow": _power,
+}
+"""Binary ops that take a number as it is, and do not make a tensor of it first."""
 for _name in _UNARY.split():
     _register(_name, _elementwise)
 for _name in _BINARY.split():
     _register(f"{_name}.List", _elementwise)
     for _overload in ("Scalar", "ScalarList"):
-        _register(f"{_name}.{_overload}", _without_number if _name in _LIKE_UNARY else _elementwise)
+        _register(f"{_name}.{_overload}", _WITH_NUMBER.get(_name, _elementwise))
 
 
 def _with_one_tensor(first: Meta, other: object) -> Meta | None:

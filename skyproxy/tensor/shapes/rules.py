@@ -402,8 +402,7 @@ def _addmm(bias: Meta, a: Meta, b: Meta, **kwargs: object) -> RuleResult:
 
 @rule("_softmax _log_softmax")
 def _softmax(a: Meta, dim: int, half_to_float: bool) -> RuleResult:
-    rank = len(a.size) or 1
-    fits = not half_to_float and a.dtype in FLOATS and a.plain
+    rank, fits = len(a.size) or 1, not half_to_float and a.dtype in FLOATS and a.plain
     return [(plain_meta(a.size, a.dtype), None)] if fits and -rank <= dim < rank else None
 
 

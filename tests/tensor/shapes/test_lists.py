@@ -142,6 +142,14 @@ def test_ops_on_lists_of_unlike_tensors_infer_each_look_once(sky: str, monkeypat
     assert all(torch.equal(a.cpu(), b) for a, b in zip(halves, torch._foreach_div(local, 2), strict=True))
 
 
+@pytest.mark.parametrize("exponent", [True, 2, [True], [2]])
+def test_powers_of_truth_values_have_the_dtypes_that_pytorch_gives_them(exponent: Any, sky: str) -> None:
+    local = torch.tensor([True, False])
+    (found,), (expected,) = torch._foreach_pow([local.to(sky)], exponent), torch._foreach_pow([local], exponent)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found.cpu(), expected)
+
+
 def test_lists_of_different_lengths_are_refused_as_locally(sky: str) -> None:
     many = [torch.ones(2, device=sky) for _ in range(20)]
     with pytest.raises(RuntimeError, match="same number of tensors"):
