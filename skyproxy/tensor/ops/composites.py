@@ -21,8 +21,10 @@ from skyproxy.tensor.core.torch_private import (
     function_transform_level,
     is_forward_ad_active,
 )
+from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
+from skyproxy.tensor.dispatch.recording import run
 from skyproxy.tensor.ops.nested_batches import NestedBatch
 
 aten = torch.ops.aten
@@ -132,6 +134,16 @@ def _expand_indices(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwarg
         pair.reverse()
     outer = torch.unravel_index(lines // rows, batch) if batch else ()
     return torch.stack([*outer, *pair]).to(torch.int32 if kwargs.get("out_int32") else torch.int64)
+
+
+@implements("aten::sspaddmm.out")
+def _add_to_sparse_product(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """`smm` adds nothing to the tensor that it fills, which has no size before; a worker fills results apart."""
+    target, left, right = args
+    if target is kwargs["out"] and kwargs.get("beta", 1) == 0 and left.dim() == right.dim() == 2:
+        size = (left.shape[0], right.shape[1])
+        target = torch.empty(size, dtype=left.dtype, layout=torch.sparse_coo, device=left.device)
+    return run(BoundCall(info, (target, left, right), kwargs))
 
 
 def install(library: torch.library.Library) -> None:

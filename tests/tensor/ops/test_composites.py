@@ -250,6 +250,13 @@ def test_indices_of_several_matrices_are_expanded_as_here(sky1: str) -> None:
     assert torch.equal(torch._convert_indices_from_csr_to_coo(pointers.to(sky1), columns.to(sky1)).cpu(), expected)
 
 
+def test_a_product_of_a_sparse_matrix_is_added_to_nothing(sky: str) -> None:
+    sparse, dense = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 3.0]]).to_sparse(), torch.arange(6.0).view(3, 2)
+    for _ in range(2):
+        found = torch.smm(sparse.to(sky), dense.to(sky))
+        assert torch.equal(found.to_dense().cpu(), torch.smm(sparse, dense).to_dense())
+
+
 def test_copies_of_parts_are_not_written_where_gradients_are_wanted(sky1: str) -> None:
     messages = []
     for device in ("cpu", sky1):
