@@ -76,7 +76,9 @@ def infer(call: BoundCall) -> Entry | None:
     if call.info.name in _ANSWERS_DEPEND_ON_VALUES or (call.info.name == "aten::index.Tensor" and _has_mask(call)):
         return None
     if call.info.rule is not None:
-        found = _ask_rule(call) or _ask_rule_of_marked(call)
+        found = _ask_rule(call)
+        if found is None:  # not `or`: the answer for what only changes its target is an empty one
+            found = _ask_rule_of_marked(call)
         if found is not None:
             entry = Entry.of_rule(found, has_tensors=bool(call.tensors))
             entry.nothing &= not call.info.synchronizes

@@ -35,7 +35,15 @@ def _target_if(fits: bool) -> RuleResult:
     return TARGET if fits else None
 
 
-@rule("add_.Tensor mul_.Tensor sub_.Tensor add_.Scalar mul_.Scalar sub_.Scalar")
+@rule("add_.Tensor mul_.Tensor add_.Scalar mul_.Scalar")
+def _sum_or_product(target: Meta, other: object, alpha: object = 1) -> RuleResult:
+    """These know of masks, too."""
+    if target.dtype is torch.bool:
+        return _target_if(type(alpha) is int and alpha == 1 and keeps_target(target, other))
+    return _arithmetic(target, other, alpha)
+
+
+@rule("sub_.Tensor sub_.Scalar")
 def _arithmetic(target: Meta, other: object, alpha: object = 1) -> RuleResult:
     fits = type(alpha) is int or (type(alpha) is float and target.dtype in FLOATS)
     return _target_if(fits and target.dtype is not torch.bool and keeps_target(target, other))
@@ -91,6 +99,14 @@ def _masked_scatter(target: Meta, mask: Meta, source: Meta) -> RuleResult:
 def _addmm(target: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
     fits = len(a.size) == len(b.size) == 2 and a.plain and b.plain and a.size[1] == b.size[0]
     fits = fits and target.size == (a.size[0], b.size[1]) and a.dtype is b.dtype is target.dtype
+    return _target_if(fits and target.dtype in FLOATS and keeps_target(target))
+
+
+@rule("baddbmm_")
+def _baddbmm(target: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
+    fits = len(a.size) == len(b.size) == 3 and a.plain and b.plain and a.size[2] == b.size[1]
+    fits = fits and a.size[0] == b.size[0] and target.size == (a.size[0], a.size[1], b.size[2])
+    fits = fits and a.dtype is b.dtype is target.dtype
     return _target_if(fits and target.dtype in FLOATS and keeps_target(target))
 
 
@@ -239,6 +255,11 @@ def _scatter(target: Meta, dim: int, index: Meta, source: Meta) -> RuleResult:
         return _target_if(type(source) in _TAKEN_WHOLE.get(target.dtype, _NOTHING))
     fits = source.plain and source.dtype is target.dtype and len(source.size) == rank
     return _target_if(fits and all(n <= m for n, m in zip(index.size, source.size, strict=True)))
+
+
+@rule("scatter_.reduce scatter_.value_reduce")
+def _scatter_combined(target: Meta, dim: int, index: Meta, source: Meta, *, reduce: object) -> RuleResult:
+    return _scatter(target, dim, index, source) if target.dtype in FLOATS else None
 
 
 @rule("scatter_reduce_.two")

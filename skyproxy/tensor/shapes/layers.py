@@ -256,6 +256,19 @@ def _linspace(start: object, end: object, steps: object, **options: object) -> R
     return _fill((steps,), **options) if fits else None
 
 
+@rule("empty_permuted")
+def _empty_permuted(size: Sequence[int], order: Sequence[int], **options: object) -> RuleResult:
+    found = _fill(size, **options)  # type: ignore[arg-type]
+    if found is None or len(order) != len(size) or {*order} != {*range(len(size))}:
+        return None
+    (plain_look, _) = found[0]
+    stride, running = [0] * len(size), 1
+    for d in reversed(order):
+        stride[d] = running
+        running *= max(size[d], 1)
+    return [(plain_meta(tuple(size), plain_look.dtype, tuple(stride)), None)]  # type: ignore[union-attr]
+
+
 @rule("empty_strided")
 def _empty_strided(
     size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **options: object

@@ -324,7 +324,7 @@ def _with_scalars(a: Meta, *scalars: object, **kwargs: object) -> RuleResult:
     if a.dtype in INTEGERS:
         dtype = torch.get_default_dtype() if float in map(type, numbers) else a.dtype
         return _result((a,), dtype, dtype)
-    return _result((a,), a.dtype) if a.dtype in FLOATS else None
+    return _result((a,), a.dtype) if a.dtype in FLOATS or a.dtype in _COMPLEX else None
 
 
 @rule("where.self")
@@ -455,14 +455,13 @@ def _sum_of_lines(
 def _whole_sum(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
     if a.plain and (a.dtype in INTEGERS or a.dtype is torch.bool) and dtype is None:
         return [(plain_meta((), torch.int64), None)]
-    if a.plain and a.dtype in _COMPLEX and dtype is None:
-        return [(plain_meta((), a.dtype), None)]
     return _whole_reduction(a, dtype=dtype)
 
 
 @rule("mean")
 def _whole_reduction(a: Meta, *, dtype: torch.dtype | None = None) -> RuleResult:
-    fits = a.plain and a.dtype in FLOATS and (dtype is None or dtype in FLOATS)
+    kept = a.dtype in FLOATS or (a.dtype in _COMPLEX and dtype is None)
+    fits = a.plain and kept and (dtype is None or dtype in FLOATS)
     return [(plain_meta((), dtype or a.dtype), None)] if fits else None
 
 

@@ -97,9 +97,14 @@ def _indexed_size(x: Meta, indices: Sequence[Meta | None]) -> Ints | None:
     return (*rest[:first], *size, *rest[first:])
 
 
+def _has_elements(x: Meta) -> bool:
+    """Return whether a tensor, of complex numbers too, is not empty."""
+    return x.plain and 0 not in x.size and (x.dtype in DTYPES or x.dtype in _COMPLEX)
+
+
 @rule("index.Tensor")
 def _index(x: Meta, indices: Sequence[Meta | None]) -> RuleResult:
-    size = _indexed_size(x, indices) if plain(x) else None
+    size = _indexed_size(x, indices) if _has_elements(x) else None
     if size is None or (_are_in_order(x) and are_row_major(*filter(None, indices))):
         return None if size is None else [fresh(size, x.dtype)]
     stride = indexed_stride(x, indices)
@@ -107,7 +112,7 @@ def _index(x: Meta, indices: Sequence[Meta | None]) -> RuleResult:
 
 
 def _can_be_put(x: Meta, indices: Sequence[Meta | None], values: Meta) -> bool:
-    size = _indexed_size(x, indices) if plain(x) and values.plain and x.dtype is values.dtype else None
+    size = _indexed_size(x, indices) if _has_elements(x) and values.plain and x.dtype is values.dtype else None
     return size is not None and broadcast_sizes((size, values.size)) == size
 
 

@@ -95,10 +95,14 @@ def _draw(x: Meta, *chance: object, **options: object) -> RuleResult:
     return [fresh(x.size, x.dtype)] if fits and all(type(p) is float for p in chance) else None
 
 
-@rule("normal.Tensor_float")
-def _normal(mean: Meta, deviation: object = 1.0, **options: object) -> RuleResult:
-    fits = plain(mean) and mean.dtype in FULL_PRECISION and type(deviation) in (int, float) and not options
-    return [fresh(mean.size, mean.dtype)] if fits else None
+@rule("normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor")
+def _normal(mean: object, deviation: object = 1.0, **options: object) -> RuleResult:
+    looks = [a for a in (mean, deviation) if type(a) is Meta]
+    fits = plain(*looks) and all(type(a) in (Meta, int, float) for a in (mean, deviation)) and not options
+    if not fits or looks[0].dtype not in FULL_PRECISION or looks[-1].dtype is not looks[0].dtype:
+        return None
+    size = broadcast_sizes([look.size for look in looks])
+    return None if size is None else [fresh(size, looks[0].dtype)]
 
 
 @rule("addr")
@@ -222,6 +226,29 @@ def _multi_margin_backward(gradient: Meta, x: Meta, target: Meta, *rest: object)
     fits = plain(gradient) and are_row_major(x, target) and x.dtype in FULL_PRECISION and gradient.dtype is x.dtype
     fits = fits and len(x.size) == 2 and target.size == x.size[:1] and gradient.size in ((), target.size)
     return [fresh(x.size, x.dtype)] if fits else None
+
+
+@rule("multilabel_margin_loss_forward")
+def _multilabel_margin(x: Meta, target: Meta, reduction: int = 1) -> RuleResult:
+    fits = are_row_major(x, target) and x.dtype in FULL_PRECISION and target.dtype is torch.int64
+    if not fits or len(x.size) not in (1, 2) or target.size != x.size or reduction not in (0, 1, 2):
+        return None
+    return [fresh(() if reduction else x.size[:-1], x.dtype), fresh(x.size, x.dtype)]
+
+
+@rule("multilabel_margin_loss_backward")
+def _multilabel_margin_backward(gradient: Meta, x: Meta, target: Meta, reduction: int, chosen: Meta) -> RuleResult:
+    fits = plain(gradient) and are_row_major(x, target, chosen) and x.dtype in FULL_PRECISION
+    fits = fits and gradient.dtype is x.dtype and len(x.size) in (1, 2) and target.size == chosen.size == x.size
+    return [fresh(x.size, x.dtype)] if fits and gradient.size in ((), x.size[:-1]) else None
+
+
+@rule("histogram.bin_ct")
+def _histogram(
+    x: Meta, bins: object = 100, *, range: object = None, weight: object = None, density: object = False
+) -> RuleResult:
+    fits = plain(x) and x.dtype in FULL_PRECISION and type(bins) is int and bins > 0 and weight is None
+    return [fresh((bins,), x.dtype), fresh((bins + 1,), x.dtype)] if fits and type(bins) is int else None
 
 
 @rule("_segment_reduce_backward")

@@ -283,6 +283,12 @@ def _exponential(a: Meta) -> RuleResult:
     return [fresh(a.size, a.dtype)] if _are_square(a) and row_major(a) else None
 
 
+@rule("linalg_pinv.atol_rtol_tensor")
+def _pseudoinverse(a: Meta, *, atol: object = None, rtol: object = None, hermitian: object = False) -> RuleResult:
+    fits = _are_matrices(a) and all(t is None or type(t) is Meta for t in (atol, rtol))
+    return [fresh((*a.size[:-2], a.size[-1], a.size[-2]), a.dtype)] if fits else None
+
+
 @rule("linalg_cross")
 def _cross(a: Meta, b: Meta, *, dim: int = -1) -> RuleResult:
     fits = plain(a, b) and a.dtype is b.dtype and a.size == b.size

@@ -176,9 +176,27 @@ def _avg_pool_of_volumes(
 
 @rule("affine_grid_generator")
 def _affine_grid(theta: Meta, size: Sequence[int], aligned: object) -> RuleResult:
-    fits = whole_floats(theta) and theta.dtype in FULL_PRECISION and all(type(n) is int and n > 0 for n in size)
-    fits = fits and len(size) == 4 and theta.size == (size[0], 2, 3)
-    return [fresh((size[0], *size[2:], 2), theta.dtype)] if fits else None
+    fits = plain(theta) and theta.dtype in FULL_PRECISION and all(type(n) is int and n > 0 for n in size)
+    rank = len(size) - 2
+    fits = fits and rank in (2, 3) and theta.size == (size[0], rank, rank + 1)
+    return [fresh((size[0], *size[2:], rank), theta.dtype)] if fits else None
+
+
+@rule("fractional_max_pool2d fractional_max_pool3d")
+def _fractional_pool(x: Meta, kernel: Sequence[int], size: Sequence[int], samples: Meta) -> RuleResult:
+    """The kernel is placed by random numbers, and must leave room for that."""
+    rank = len(kernel)
+    fits = whole_floats(x) and x.dtype in FULL_PRECISION and are_integers(kernel) and are_integers(size)
+    fits = fits and len(size) == rank in (2, 3) and len(x.size) in (rank + 1, rank + 2) and plain(samples)
+    if not fits or samples.dtype is not x.dtype or min(*size, *kernel) < 1:
+        return None
+    batch = x.size[0] if len(x.size) == rank + 2 else 1
+    if samples.size != (batch, x.size[-rank - 1], rank):
+        return None
+    if any(n + k - 1 > m for n, k, m in zip(size, kernel, x.size[-rank:], strict=True)):
+        return None
+    pooled = (*x.size[:-rank], *size)
+    return [fresh(pooled, x.dtype), fresh(pooled, torch.int64)]
 
 
 @rule("_adaptive_avg_pool2d")

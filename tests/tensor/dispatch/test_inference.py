@@ -410,3 +410,18 @@ def test_gradients_of_a_softmax_that_converted_have_the_dtype_that_the_device_gi
         return backward(gradient, output, 1, of_input)
 
     assert tree_differences(compute(sky1), compute("cpu")) == []
+
+
+@pytest.mark.parametrize("name", ["add_", "copy_", "zero_"])
+def test_an_op_that_leaves_its_target_looking_as_it_was_is_inferred_by_its_rule(
+    sky1: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Calls that take the careful path, too: there, the empty answer of such a rule was taken for none."""
+    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: pytest.fail(f"{call.info.name} ran without values"))
+    x = torch.ones(3, 5, device=sky1)
+    func = {"add_": torch.ops.aten.add_.Tensor, "copy_": torch.ops.aten.copy_.default}.get(name)
+    args = (x, x) if func is not None else (x,)
+    entry = inference.infer(BoundCall(info_of(func or torch.ops.aten.zero_.default), args, {}))
+    assert entry is not None
+    assert [output.tensor for output in entry.outputs] == [0]
+    assert not entry.changed

@@ -152,6 +152,17 @@ CASES: dict[str, Arguments] = {
     "addmv": lambda x: (x[:, 0], x.view(x.shape), x[0]),
     "addbmm": lambda x: (x[0], x, x.new_zeros(x.shape[0], x.shape[2], x.shape[2])),
     "max_pool1d": lambda x: (x, [2]),
+    "index.Tensor of complex numbers": lambda x: (torch.complex(x, x), [None, _INDEX]),
+    "index_put of complex numbers": lambda x: (torch.complex(x, x), [_INDEX], torch.zeros((), dtype=torch.complex64)),
+    "pow.Tensor_Scalar of complex numbers": lambda x: (torch.complex(x, x), 1.5),
+    "mean of complex numbers": lambda x: (torch.complex(x, x),),
+    "mul_.Tensor of masks": lambda x: (x > 0, x > 1),
+    "add_.Scalar of masks": lambda x: (x > 0, True),
+    "baddbmm_": lambda x: (x, x.new_zeros(*x.shape[:2], 5), x.new_zeros(x.shape[0], 5, x.shape[2])),
+    "normal.Tensor_Tensor": lambda x: (x, x[-1:] + 1),
+    "normal.float_Tensor": lambda x: (2.0, x),
+    "linalg_pinv.atol_rtol_tensor": lambda x: (x,),
+    "histogram.bin_ct": lambda x: (x, 4),
 }
 
 
@@ -206,3 +217,36 @@ def test_sizes_of_convolutions_over_volumes_and_of_transposed_ones(rank: int, tr
             assert mismatch("convolution", args, {}) is None
             known += answer_of("convolution", args, {}) is not None
     assert known == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("affine_grid_generator", (torch.zeros(2, 3, 2).transpose(1, 2), [2, 5, 3, 4], False)),
+        ("affine_grid_generator", (torch.zeros(2, 3, 4), [2, 1, 3, 4, 5], True)),
+        ("empty_permuted", ([2, 3, 4, 5], [0, 2, 3, 1])),
+        ("empty_permuted", ([2, 0, 4], [2, 0, 1])),
+        ("fractional_max_pool2d", (torch.zeros(2, 3, 7, 8), [2, 3], [3, 4], torch.zeros(2, 3, 2))),
+        ("fractional_max_pool3d", (torch.zeros(3, 7, 8, 9), [2, 2, 2], [3, 4, 5], torch.zeros(1, 3, 3))),
+        ("multilabel_margin_loss_forward", (torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int64), 0)),
+        ("multilabel_margin_loss_forward", (torch.zeros(4), torch.zeros(4, dtype=torch.int64), 0)),
+        ("multilabel_margin_loss_forward", (torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int64), 1)),
+        (
+            "multilabel_margin_loss_backward",
+            (torch.zeros(3), torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int64), 0, torch.zeros(3, 4)),
+        ),
+    ],
+    ids=lambda a: a if isinstance(a, str) else str(a[1]),
+)
+def test_what_depends_on_several_arguments_looks_as_pytorch_makes_it(name: str, args: tuple[Any, ...]) -> None:
+    assert mismatch(name, args, {}) is None
+    assert answer_of(name, args, {}) is not None
+
+
+@pytest.mark.parametrize("name", ["scatter_.reduce", "scatter_.value_reduce"])
+def test_scatters_that_combine_leave_their_targets_as_they_were(name: str) -> None:
+    for x in tensors():
+        source = x.clone() if name == "scatter_.reduce" else 2.0
+        args = (x.clone(), 0, _places(x), source)
+        assert mismatch(name, args, {"reduce": "multiply"}) is None
+    assert answer_of(name, (torch.zeros(2, 3), 0, torch.zeros(2, 3, dtype=torch.int64), 2.0), {"reduce": "add"}) == []
