@@ -242,6 +242,7 @@ def operations(device: str) -> dict[str, Op]:
         **_layers(device),
         **_changes(device),
         **_algebra(device),
+        **_less_usual(device),
     }
 
 
@@ -381,6 +382,32 @@ def _algebra(device: str) -> dict[str, Op]:
         "group_norm, bfloat16": lambda x: F.group_norm(x.bfloat16(), 1),
         "max_pool2d, ceil": lambda x: F.max_pool2d(x, 2, ceil_mode=True),
         "standardize": lambda x: (x - x.mean((2, 3), keepdim=True)) / (x.std((2, 3), keepdim=True) + 1e-5),
+    }
+
+
+def _less_usual(device: str) -> dict[str, Op]:
+    """Kinds that other people's measurements had, and this one had not."""
+    index = _INDEX.to(device)
+    return {
+        "x[:, index], complex": lambda x: torch.complex(x, x)[:, index],
+        "x ** 2, complex": lambda x: torch.complex(x, x) ** 2,
+        "mean, complex": lambda x: torch.complex(x, x).mean(),
+        "normal": lambda x: torch.normal(x, x.abs()),
+        "empty_permuted": lambda x: torch.empty_permuted(x.shape, (0, 2, 3, 1), device=device),
+        "baddbmm_": lambda x: x.new_zeros(x.shape[1], x.shape[2], x.shape[2]).baddbmm_(x[0], x[0].mT),
+        "scatter_, multiplied": lambda x: x.clone().scatter_(1, x.long().clamp(0, 1), 2.0, reduce="multiply"),
+        "pinv": lambda x: torch.linalg.pinv(x[0]),
+        "histogram": lambda x: torch.histogram(x.flatten(), 4),
+        "affine_grid": lambda x: F.affine_grid(x.new_zeros(x.shape[0], 2, 3), list(x.shape), align_corners=False),
+        "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, output_size=1),
+        "multilabel_margin_loss": lambda x: F.multilabel_margin_loss(x[0, 0], x[0, 0].long().clamp(0, 1)),
+        "huber_loss": lambda x: F.huber_loss(x, x),
+        "x[index, :, index]": lambda x: x[index, :, index],
+        "renorm": lambda x: x.renorm(2, 0, 1.0),
+        "grid_sample, nearest": lambda x: F.grid_sample(
+            x, x.new_zeros(x.shape[0], 2, 5, 2), mode="nearest", align_corners=True
+        ),
+        "conv_transpose3d": lambda x: F.conv_transpose3d(x[None], x.new_ones(x.shape[0], 2, 1, 2, 2)),
     }
 
 

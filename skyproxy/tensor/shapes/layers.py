@@ -258,7 +258,7 @@ def _linspace(start: object, end: object, steps: object, **options: object) -> R
 
 @rule("empty_permuted")
 def _empty_permuted(size: Sequence[int], order: Sequence[int], **options: object) -> RuleResult:
-    found = _fill(size, **options)  # type: ignore[arg-type]
+    found = _fill(size, **options)
     if found is None or len(order) != len(size) or {*order} != {*range(len(size))}:
         return None
     (plain_look, _) = found[0]

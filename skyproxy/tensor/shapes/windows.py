@@ -199,6 +199,16 @@ def _fractional_pool(x: Meta, kernel: Sequence[int], size: Sequence[int], sample
     return [fresh(pooled, x.dtype), fresh(pooled, torch.int64)]
 
 
+@rule("fractional_max_pool2d_backward fractional_max_pool3d_backward")
+def _fractional_pool_backward(
+    gradient: Meta, x: Meta, kernel: Sequence[int], size: Sequence[int], indices: Meta
+) -> RuleResult:
+    fits = whole_floats(x) and x.dtype is gradient.dtype and plain(gradient, indices) and are_integers(size)
+    fits = fits and x.dtype in FULL_PRECISION and len(size) in (2, 3) and len(x.size) > len(size)
+    pooled = (*x.size[: len(x.size) - len(size)], *size)
+    return [fresh(x.size, x.dtype)] if fits and gradient.size == indices.size == pooled else None
+
+
 @rule("_adaptive_avg_pool2d")
 def _adaptive_pool(x: Meta, size: Sequence[int]) -> RuleResult:
     area = _pair(size)

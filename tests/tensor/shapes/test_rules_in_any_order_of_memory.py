@@ -228,6 +228,10 @@ def test_sizes_of_convolutions_over_volumes_and_of_transposed_ones(rank: int, tr
         ("empty_permuted", ([2, 0, 4], [2, 0, 1])),
         ("fractional_max_pool2d", (torch.zeros(2, 3, 7, 8), [2, 3], [3, 4], torch.zeros(2, 3, 2))),
         ("fractional_max_pool3d", (torch.zeros(3, 7, 8, 9), [2, 2, 2], [3, 4, 5], torch.zeros(1, 3, 3))),
+        (
+            "fractional_max_pool2d_backward",
+            (torch.zeros(3, 3, 4), torch.zeros(3, 7, 8), [2, 2], [3, 4], torch.zeros(3, 3, 4, dtype=torch.int64)),
+        ),
         ("multilabel_margin_loss_forward", (torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int64), 0)),
         ("multilabel_margin_loss_forward", (torch.zeros(4), torch.zeros(4, dtype=torch.int64), 0)),
         ("multilabel_margin_loss_forward", (torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int64), 1)),
