@@ -419,10 +419,11 @@ def test_a_signal_while_autograd_asks_a_fake_tensor_for_its_device_strikes_a_mom
 
 def test_a_forked_child_defers_signals_of_its_own() -> None:
     printed = succeed("""
-    import os, signal
+    import os, signal, warnings
     import torch, skyproxy
     from skyproxy import interrupts
     torch.ones(1, device="sky:0").cpu()
+    warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, forks beside threads warn
     struck = []
     signal.signal(signal.SIGUSR1, lambda *unused: struck.append(os.getpid()))
 
