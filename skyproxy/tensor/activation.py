@@ -35,6 +35,7 @@ def activate() -> None:
             group_norm,
             nested_batches,  # noqa: F401
             nested_tensors,
+            packed_sequences,
             products,
             recurrent,
             set_storage,  # noqa: F401
@@ -71,6 +72,7 @@ def activate() -> None:
         group_norm.install(registration.library())
         products.install(registration.library())
         recurrent.install(registration.library())
+        packed_sequences.install(registration.library())
         special_ops.install(registration.library())
         composites.install(registration.library())
         nested_tensors.install()

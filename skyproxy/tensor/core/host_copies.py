@@ -167,6 +167,16 @@ def values_of(handle: Handle) -> torch.Tensor | None:
     return whole.as_strided(meta.size, meta.stride, meta.offset)
 
 
+def copy_of(handle: Handle) -> torch.Tensor | None:
+    """Return what `cpu()` gives of a tensor in a storage whose bytes are known: in memory of its own, without gaps."""
+    found, values = _current(handle), values_of(handle)
+    if found is None or values is None:
+        return None
+    if not found[0].asked:
+        _note_ask(found[0])
+    return values if values.is_contiguous() and values.nbytes == len(found[1]) else values.clone()
+
+
 def keep_values(handle: Handle, values: torch.Tensor) -> None:
     """Remember the values of a tensor that has a storage of its own, and begins it, if it has no gaps.
 
@@ -250,6 +260,7 @@ def _tensor_of(values: bytes, meta: Meta) -> torch.Tensor:
 
 
 __all__ = [
+    "copy_of",
     "escape",
     "forget_copy",
     "forget_uploads",

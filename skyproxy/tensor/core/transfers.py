@@ -11,11 +11,12 @@ import torch
 from skyproxy.protocol.answers import MOST_DIMENSIONS
 from skyproxy.protocol.commands import UPLOAD
 from skyproxy.tensor.core import host_copies, known_values
-from skyproxy.tensor.core.devices import SkyDevice
+from skyproxy.tensor.core.devices import Handle, SkyDevice
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.pieces import copied, copy_into
 from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 from skyproxy.torch_codec import Description, is_dense, packed_stride
 
 
@@ -106,8 +107,21 @@ def download(tensor: RemoteTensor) -> torch.Tensor:
     ahead = READER.expected_around(handle)
     result = ahead.take(handle) if ahead is not None else None
     if result is None:
+        known = _known_here(handle)
+        if known is not None:
+            return known
         result = handle.device.session.fetch(handle.slot, meta.description)
     return _as_preserved(result, meta)
+
+
+def _known_here(handle: Handle) -> torch.Tensor | None:
+    """Return a copy of values that were uploaded or asked for, as long as nothing has written to them."""
+    if not (handle.meta.known or (handle.root or handle).copied) or handle.device.session.lost is not None:
+        return None
+    if count_dispatch_modes() or function_transform_level() is not None:  # these would make of copies what they are for
+        return None
+    value = known_values.value_of(handle)
+    return value.clone() if value is not None else host_copies.copy_of(handle)
 
 
 def start_download(tensor: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callable[[], bool]]:

@@ -25,6 +25,7 @@ from skyproxy.tensor.core.torch_private import (
     function_transform_level,
     is_forward_ad_active,
     mkldnn_enabled,
+    name_gradients,
     unwrap_gradients,
 )
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
@@ -112,7 +113,7 @@ def _packed_direction(
     Forwards, the states of sequences that have ended are put aside; backwards, those of sequences that begin are added.
     """
     assert weights[0] is not None
-    steps = linear(rows, weights[0], weights[2]).split(list(batch_sizes))
+    steps = _divide(linear(rows, weights[0], weights[2]), batch_sizes)
     if backwards:
         initial, count = hidden, batch_sizes[-1]
         hidden = _rows_of(initial, 0, count)
@@ -123,7 +124,7 @@ def _packed_direction(
                 count = step.size(0)
             hidden = cell(step, hidden, weights)
             outputs.append(hidden[0])
-        return torch.cat(outputs[::-1]), hidden
+        return _unite(outputs[::-1]), hidden
     ended: list[Hidden] = []
     outputs = []
     count = batch_sizes[0]
@@ -134,7 +135,50 @@ def _packed_direction(
             count = step.size(0)
         hidden = cell(step, hidden, weights)
         outputs.append(hidden[0])
-    return torch.cat(outputs), _join([hidden, *reversed(ended)])
+    return _unite(outputs), _join([hidden, *reversed(ended)])
+
+
+class _Context(torch.autograd.function.FunctionCtx):
+    """Numbers that a forward keeps for its backward."""
+
+    counts: list[int]
+
+
+class _United(torch.autograd.Function):
+    """`torch.cat` of rows. Gradients are parts that begin their memory, each of which looks like many others."""
+
+    @staticmethod
+    def forward(ctx: _Context, *parts: Tensor) -> Tensor:
+        ctx.counts = [part.size(0) for part in parts]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_copied_parts(gradient, ctx.counts))
+
+
+name_gradients(_United, "CatBackward0")
+_copied_parts = torch.ops.aten.split_with_sizes_copy.default
+
+
+def _takes_stock() -> bool:
+    return function_transform_level() is not None or is_forward_ad_active()
+
+
+def _unite(parts: list[Tensor]) -> Tensor:
+    differentiates = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    if not differentiates or _takes_stock():
+        return torch.cat(parts)
+    result: Tensor = _United.apply(*parts)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _divide(rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    """Return the rows of each step. As views they would begin elsewhere for each set of lengths."""
+    if _takes_stock():
+        return rows.split(list(counts))
+    parts: Sequence[Tensor] = _copied_parts(rows, list(counts))
+    return parts
 
 
 def _rows_of(hidden: Hidden, begin: int, end: int) -> Hidden:

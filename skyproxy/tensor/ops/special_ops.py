@@ -28,7 +28,6 @@ from skyproxy.tensor.core.torch_private import (
     safe_copy_out,
     set_sparse_invariant_checks,
 )
-from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
 from skyproxy.tensor.dispatch.kernels import kernel
@@ -429,23 +428,6 @@ def install(library: torch.library.Library) -> None:
         if not _has_kernel(name, "CompositeImplicitAutograd"):
             for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1"):
                 library.m.impl(name[len("aten::") :], key, kernel(name), False)  # type: ignore[union-attr]
-
-
-# --- packed sequences: lengths and batch sizes live on the CPU, on every device --------------------------------------
-
-
-@implements("aten::_pack_padded_sequence")
-def _pack_padded_sequence(
-    info: OpInfo, func: OpOverload, args: tuple[RemoteTensor, torch.Tensor, bool], kwargs: dict[str, object]
-) -> object:
-    """Packs by index: PyTorch's kernel, run here on row numbers, tells which rows go where."""
-    padded, lengths, batch_first = args
-    if type(lengths) is RemoteTensor:
-        lengths = lengths.cpu()
-    first, second = padded.shape[:2]
-    rows, batch_sizes = func(torch.arange(first * second, device="cpu").view(first, second, 1), lengths, batch_first)
-    places = upload(rows.flatten(), padded._sky.device)
-    return padded.reshape(first * second, *padded.shape[2:]).index_select(0, places), batch_sizes
 
 
 __all__ = ["install"]

@@ -167,6 +167,12 @@ def _split_with_sizes(x: Meta, sizes: Sequence[int], dim: int = 0) -> RuleResult
     return _parts(x, at, list(sizes)) if sum(sizes) == x.size[at] else None
 
 
+@rule("split_with_sizes_copy")
+def _split_with_sizes_copy(x: Meta, sizes: Sequence[int], dim: int = 0) -> RuleResult:
+    views = _split_with_sizes(x, sizes, dim)
+    return None if views is None else [[(plain_meta(view.size, view.dtype), None) for view, _ in views[0]]]
+
+
 @rule("unbind.int")
 def _unbind(x: Meta, dim: int = 0) -> RuleResult:
     at = axis_of(x, dim)

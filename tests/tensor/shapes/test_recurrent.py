@@ -105,8 +105,8 @@ def test_cells_never_wait(kind: Any, bias: bool, dtype: torch.dtype, sky: str) -
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
 
 
-@pytest.mark.parametrize(("kind", "most"), [(nn.GRU, 240), (nn.RNN, 170), (nn.LSTM, 180)])
-def test_packed_sequences_of_changing_lengths_wait_for_the_order_alone(
+@pytest.mark.parametrize(("kind", "most"), [(nn.GRU, 40), (nn.RNN, 40), (nn.LSTM, 60)])
+def test_packed_sequences_of_changing_lengths_wait_for_nothing(
     kind: Any, most: int, sky: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths, network = random.Random(0), kind(6, 7, batch_first=True).to(sky)
@@ -126,9 +126,9 @@ def test_packed_sequences_of_changing_lengths_wait_for_the_order_alone(
     for _ in range(5):
         step()
     after = torch.sky.stats()
-    assert after["round_trips"] - before["round_trips"] == 5  # pad_packed_sequence copies its indices to the CPU
+    assert after["round_trips"] == before["round_trips"]
     assert asked == []
-    # A few for each time step: each part of a batch begins elsewhere.
+    # A few for each time step, of batches that become smaller there in other ways.
     assert after["cache_misses"] - before["cache_misses"] <= 5 * most
 
 
