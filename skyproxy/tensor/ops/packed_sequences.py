@@ -68,7 +68,8 @@ def _invert_known(plain: Callable[..., torch.Tensor | None]) -> Callable[..., to
 
     @functools.wraps(plain)  # which TorchScript unwraps, and compiles PyTorch's own function
     def invert_permutation(permutation: torch.Tensor | None) -> torch.Tensor | None:
-        usual = type(permutation) is RemoteTensor and permutation.dim() == 1 and not torch.jit.is_tracing()
+        is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        usual = type(permutation) is RemoteTensor and permutation.dim() == 1 and not is_traced
         if usual and not count_dispatch_modes() and function_transform_level() is None:
             order = values_of(permutation._sky)  # type: ignore[union-attr]  # it is remote
             if order is not None and order.dtype is torch.int64 and _permutes(order):

@@ -175,10 +175,8 @@ def _unite(parts: list[Tensor]) -> Tensor:
 
 def _divide(rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
     """Return the rows of each step. As views they would begin elsewhere for each set of lengths."""
-    if _takes_stock():
-        return rows.split(list(counts))
-    parts: Sequence[Tensor] = _copied_parts(rows, list(counts))
-    return parts
+    divide: Callable[[list[int]], Sequence[Tensor]] = functools.partial(_copied_parts, rows)
+    return rows.split(list(counts)) if _takes_stock() else divide(list(counts))
 
 
 def _rows_of(hidden: Hidden, begin: int, end: int) -> Hidden:

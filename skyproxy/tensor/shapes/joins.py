@@ -169,8 +169,10 @@ def _split_with_sizes(x: Meta, sizes: Sequence[int], dim: int = 0) -> RuleResult
 
 @rule("split_with_sizes_copy")
 def _split_with_sizes_copy(x: Meta, sizes: Sequence[int], dim: int = 0) -> RuleResult:
-    views = _split_with_sizes(x, sizes, dim)
-    return None if views is None else [[(plain_meta(view.size, view.dtype), None) for view, _ in views[0]]]
+    at = axis_of(x, dim)
+    if at is None or _split_with_sizes(x, sizes, dim) is None:
+        return None
+    return [[(plain_meta((*x.size[:at], n, *x.size[at + 1 :]), x.dtype), None) for n in sizes]]
 
 
 @rule("unbind.int")
