@@ -286,6 +286,7 @@ def _exponential(a: Meta) -> RuleResult:
 @rule("linalg_pinv.atol_rtol_tensor")
 def _pseudoinverse(a: Meta, *, atol: object = None, rtol: object = None, hermitian: object = False) -> RuleResult:
     fits = _are_matrices(a) and all(t is None or type(t) is Meta for t in (atol, rtol))
+    fits = fits and (not hermitian or a.size[-1] == a.size[-2])
     return [fresh((*a.size[:-2], a.size[-1], a.size[-2]), a.dtype)] if fits else None
 
 

@@ -16,7 +16,13 @@ from tests.tensor.rule_checking import Checking
 
 _DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64)
 _SAMPLES = 2
-_KNOWN_BY_VALUE_ONLY = ("IndexError", "index out of", "out of bounds", "Expected all rows of lengths")
+_KNOWN_BY_VALUE_ONLY = (
+    "IndexError",
+    "index out of",
+    "out of bounds",
+    "Expected all rows of lengths",
+    "is out of range",
+)
 """What only the values of a tensor of indices or lengths tell; the worker raises it."""
 
 

@@ -133,3 +133,10 @@ def test_transforms_along_any_dimensions_lie_as_pytorch_makes_them(seed: int) ->
         for name, args in calls.items():
             assert answer_of(name, args, {}) is not None
             assert mismatch(name, args, {}) is None
+
+
+@pytest.mark.parametrize("size", [(1, 5), (5, 1), (3, 3), (2, 4, 4)], ids=str)
+def test_pseudoinverses_of_hermitian_matrices_are_of_square_ones(size: tuple[int, ...]) -> None:
+    x = torch.ones(size)
+    assert mismatch("linalg_pinv.atol_rtol_tensor", (x,), {"hermitian": True}) is None
+    assert mismatch("linalg_pinv.atol_rtol_tensor", (x,), {}) is None
