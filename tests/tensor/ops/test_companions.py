@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -252,3 +253,37 @@ def test_programs_have_numbers_that_came_along(sky: str, taken: list[object]) ->
 def test_more_programs(seed: int, sky: str) -> None:
     for part in range(15):
         _program(seed * 1000 + part, sky, 60)
+
+
+def test_threads_that_ask_while_others_write_get_the_numbers_of_now(sky: str) -> None:
+    shared, lock, written = torch.zeros((), device=sky), threading.Lock(), [0]
+    wrong: list[object] = []
+
+    def ask_of_own(begin: int) -> None:
+        for i in range(begin, begin + 60):
+            x = torch.full((3,), float(i), device=sky)
+            total, most, mean = x.sum(), x.max(), (x * 2).mean()
+            found = [total.item(), most.item(), mean.item()]
+            x.mul_(2)
+            total.add_(1)
+            found += [x.sum().item(), total.item()]
+            if found != [3.0 * i, i, 2.0 * i, 6.0 * i, 3.0 * i + 1]:
+                wrong.append((i, found))
+
+    def ask_of_shared(rounds: int) -> None:
+        for _ in range(rounds):
+            with lock:
+                shared.add_(1)
+                written[0] += 1
+                double, more = shared * 2, shared + 1
+                found = [shared.item(), double.item(), more.item()]
+                if found != [written[0], 2 * written[0], written[0] + 1]:
+                    wrong.append((written[0], found))
+
+    asks: list[tuple[Any, int]] = [(ask_of_own, 1), (ask_of_own, 100), (ask_of_shared, 200), (ask_of_shared, 200)]
+    threads = [threading.Thread(target=ask, args=(number,)) for ask, number in asks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
