@@ -1,8 +1,8 @@
 """Products of elements: gradients by the formula that PyTorch takes for tensors of its own.
 
 PyTorch asks whether an element is zero and divides the product by each element where none is. Of a tensor class it does
-not ask, and multiplies all other elements instead, which rounds otherwise. Here both are computed and the worker
-chooses, so that nobody waits; gradients of gradients wait, as on every device.
+not ask, and multiplies all other elements instead, which rounds otherwise; so it does where products are cumulative.
+Here both are computed and the worker chooses, so that nobody waits; gradients of gradients wait, as on every device.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from skyproxy.tensor.core.torch_private import (
 
 _whole = torch.ops.aten.prod.default
 _along = torch.ops.aten.prod.dim_int
+_cumulative = torch.ops.aten.cumprod.default
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -79,8 +80,32 @@ class _ProductAlong(torch.autograd.Function):
         return found, None, None, None
 
 
+class _CumulativeProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+        result: torch.Tensor = _cumulative(x, dim, dtype=dtype)
+        ctx.dim = dim
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x, result), dim = ctx.saved_tensors, ctx.dim
+        gradient = gradient.to(x.dtype)
+        if x.numel() == 0 or x.dim() == 0 or x.size(dim) == 1:
+            found = gradient
+        elif not torch.is_grad_enabled():
+            found = _divide_sums(gradient, x, result, dim)
+        elif (x == 0).any().item():
+            found = torch.ops.aten.cumprod_backward(gradient, x, dim, result)
+        else:
+            found = _sum_backwards(result.conj() * gradient, dim) / x.conj()
+        return found, None, None
+
+
 name_gradients(_Product, "ProdBackward0")
 name_gradients(_ProductAlong, "ProdBackward1")
+name_gradients(_CumulativeProduct, "CumprodBackward0")
 
 
 def _divide(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -100,6 +125,23 @@ def _multiply_others(gradient: torch.Tensor, x: torch.Tensor, dim: int) -> torch
     before = torch.cat([ones, x.narrow(dim, 0, count - 1)], dim).cumprod(dim)
     after = torch.cat([ones, x.narrow(dim, 1, count - 1).flip(dim)], dim).cumprod(dim).flip(dim)
     return gradient * (before * after).conj()
+
+
+def _divide_sums(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return gradients of cumulative products: up to the first zero by division, and there by the products after it."""
+    zeros, factors = x == 0, x.conj()
+    counts = zeros.cumsum(dim)
+    before, since = counts == 0, counts == 1
+    divided = _sum_backwards((result.conj() * gradient).masked_fill(~before, 0), dim) / factors
+    products = factors.masked_fill(zeros | ~since, 1).cumprod(dim) * gradient.masked_fill(~since, 0)
+    one = torch.ones_like(result.narrow(dim, 0, 1))
+    previous = torch.cat([one, result.narrow(dim, 0, x.size(dim) - 1)], dim).conj()
+    at_zero = products.sum(dim, keepdim=True) * previous
+    return torch.where(before, divided, torch.where(zeros & since, at_zero, 0))
+
+
+def _sum_backwards(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.flip(dim).cumsum(dim).flip(dim)
 
 
 def _takes_stock(x: torch.Tensor) -> bool:
@@ -135,10 +177,19 @@ def product_along(
     return result
 
 
+def cumulative_product(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`aten::cumprod` where gradients may be wanted; see there."""
+    if _takes_stock(x):
+        return _call_stock(_cumulative, x, dim, dtype=dtype)
+    result: torch.Tensor = _CumulativeProduct.apply(x, dim, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
 def install(library: torch.library.Library) -> None:
     """Put our gradients in the place of PyTorch's."""
     library.impl("prod", product, "AutogradPrivateUse1")
     library.impl("prod.dim_int", product_along, "AutogradPrivateUse1")
+    library.impl("cumprod", cumulative_product, "AutogradPrivateUse1")
 
 
 __all__ = ["install"]
