@@ -38,21 +38,23 @@ class Memory:
 
 
 class HostCopy:
-    """The bytes of a small storage.
+    """What is known of a storage until something writes to it: its bytes if it is small, and what follows from them.
 
     Attributes:
-        values: its bytes; None once something may have changed them.
+        values: its bytes, none where they are not known; None once something may have changed them.
+        sized: what results look like whose sizes depend on the values, by the operation and its arguments.
         epoch: `recorder.hidden_writes` when they were right.
         asked: whether a number of it was asked for.
         final: whether it is never known: something else than this program may write to it at any time.
     """
 
-    __slots__ = ("asked", "epoch", "final", "values")
+    __slots__ = ("asked", "epoch", "final", "sized", "values")
 
     def __init__(self, values: bytes | None, epoch: int) -> None:
         self.values = values
         self.epoch = epoch
         self.asked = self.final = False
+        self.sized: dict[object, object] | None = None
 
 
 __all__ = ["HostCopy", "Memory"]

@@ -2,7 +2,8 @@
 
 Programs put a few numbers on the device and read them one by one: `for t in scheduler.timesteps`, `order[0]`, the items
 of a batch of labels. The bytes of such a storage were uploaded, or came whole with the first number that was asked for,
-and stay with the handle of the tensor that first had it. A view reads its number out of them by its offset.
+and stay with the handle of the tensor that first had it. A view reads its number out of them by its offset. Of storages
+of any size it is known how large results were that depend on their values: `x[mask]` does not ask again.
 
 What writes to the storage, through whichever tensor, forgets the bytes: every recorded operation says what it changes
 (`OpInfo.changes`), and every alias names the storage by `handle.root`. What writes without being an operation (replays
@@ -38,6 +39,8 @@ _MOST_READ_AHEAD = 1 << 13
 """Storages up to this size are read whole when one number is asked for."""
 _MOST_COPIES = 64
 """Copies of each kind that live at a time; the oldest goes."""
+_MOST_SIZED = 16
+"""Results whose sizes are known by one storage's values."""
 
 _FORMATS = {
     torch.float64: "d",
@@ -58,6 +61,7 @@ _ESCAPED = HostCopy(None, -1)
 _ESCAPED.final = True
 _uploaded: deque[HostCopy] = deque()
 _asked: deque[HostCopy] = deque()
+_watched: deque[HostCopy] = deque()
 
 
 def _count(copy: HostCopy, copies: deque[HostCopy]) -> None:
@@ -65,7 +69,7 @@ def _count(copy: HostCopy, copies: deque[HostCopy]) -> None:
     if len(copies) > _MOST_COPIES:
         with contextlib.suppress(IndexError):  # another thread may have forgotten them all meanwhile
             oldest = copies.popleft()
-            if copies is _asked or not oldest.asked:
+            if copies is not _uploaded or not oldest.asked:
                 oldest.values = None
 
 
@@ -91,8 +95,32 @@ def keep(handle: Handle, values: bytes, *, asked: bool = False) -> HostCopy | No
     return copy
 
 
+def sized_by(handle: Handle) -> dict[object, object] | None:
+    """Return where to keep what depends on a tensor's values, until something writes to its storage; None: nowhere.
+
+    To be asked for before the worker is: then whatever another thread writes meanwhile forgets the answer, too.
+    """
+    found = _current(handle)
+    if found is None:
+        owner, recorder = handle.root or handle, handle.device.recorder
+        made = owner.with_copy
+        if type(recorder) is not Recorder or made is None or (owner.copied and owner.copy.final):
+            return None
+        copy = owner.copy = HostCopy(b"", recorder.hidden_writes)
+        owner.__class__ = made
+        copy.asked = True
+        _count(copy, _watched)
+    else:
+        copy = found[0]
+        if not copy.asked:
+            _note_ask(copy)
+    if copy.sized is None or len(copy.sized) >= _MOST_SIZED:
+        copy.sized = {}
+    return copy.sized
+
+
 def forget_copy(owner: Handle) -> None:
-    """Forget the bytes of a storage, as something writes to it.
+    """Forget what is known of a storage, as something writes to it.
 
     Args:
         owner: the handle of the tensor that first had it, with `copied` set.
@@ -120,7 +148,7 @@ def forget_uploads() -> bool:
             copy = _uploaded.pop()
             if not copy.asked:
                 copy.values = None
-    return bool(_asked)
+    return bool(_asked or _watched)
 
 
 def escape(handle: Handle) -> None:
@@ -241,7 +269,7 @@ def know_element(handle: Handle, owner: Handle) -> None:
     """
     copy, recorder, meta = owner.copy, handle.device.recorder, handle.meta
     if (
-        copy.values is not None
+        copy.values
         and type(recorder) is Recorder
         and copy.epoch == recorder.hidden_writes
         and meta.dtype in _READERS
@@ -270,5 +298,6 @@ __all__ = [
     "know_element",
     "number_of",
     "readable",
+    "sized_by",
     "values_of",
 ]

@@ -68,7 +68,7 @@ _HALF_COMPLEX = frozenset({torch.complex32, getattr(torch, "bcomplex32", torch.c
 
 
 _HALVES = (torch.float16, torch.bfloat16)
-_MASKS = (torch.bool, torch.uint8)
+MASKS = (torch.bool, torch.uint8)
 
 
 def infer(call: BoundCall) -> Entry | None:
@@ -145,7 +145,7 @@ def _outgrows_target(call: BoundCall) -> bool:
 
 def _has_mask(call: BoundCall) -> bool:
     """Return whether values choose how much is taken, which fake tensors find out for a millisecond."""
-    return any(tensor.dtype in _MASKS for tensor in call.tensors[1:])
+    return any(tensor.dtype in MASKS for tensor in call.tensors[1:])
 
 
 def _ask_rule(call: BoundCall) -> RuleAnswer | None:

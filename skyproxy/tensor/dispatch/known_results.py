@@ -13,11 +13,12 @@ import torch
 
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.recorder import Recorder
-from skyproxy.tensor.core.host_copies import escape, forget_uploads, forget_written, keep_values, values_of
+from skyproxy.tensor.core.host_copies import escape, forget_uploads, forget_written, keep_values, sized_by, values_of
 from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 from skyproxy.tensor.dispatch.entries import Entry, written_tensors
+from skyproxy.tensor.dispatch.inference import MASKS
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
@@ -121,6 +122,20 @@ def nonzero(call: BoundCall) -> torch.Tensor | None:
         return None
     values = values_of(call.tensors[0]._sky)
     return values.nonzero() if values is not None else None
+
+
+def sized_by_values(call: BoundCall) -> dict[object, object] | None:
+    """Return where to keep what a result looks like whose size only one tensor's values decide, while those stay."""
+    if call.has_values:
+        return None
+    name, tensors = call.info.name, call.tensors
+    if name == "aten::index.Tensor":
+        deciding = [tensor for tensor in tensors[1:] if tensor.dtype in MASKS]
+    else:
+        deciding = {"aten::nonzero": tensors, "aten::masked_select": tensors[1:]}.get(name, [])
+    if len(deciding) != 1 or deciding[0]._sky.meta.layout is not torch.strided:
+        return None
+    return sized_by(deciding[0]._sky)
 
 
 def forget_written_by(call: BoundCall) -> None:

@@ -123,6 +123,9 @@ def run(call: BoundCall) -> Any:
             positions = known_results.nonzero(call)
             if positions is not None:
                 return _finish_known(call, positions)
+            sizes = known_results.sized_by_values(call)
+            if sizes is not None:
+                return _finish_sized(call, key, sizes)
             # What is written may be resized by values that no fake tensor has.
             return ask(call, key if call.info.asks_worker_for_shape and not call.info.writes else None)
         asks = filled is None and inference.depends_on_kind(call)
@@ -182,6 +185,19 @@ def _finish_known(call: BoundCall, values: torch.Tensor) -> RemoteTensor:
     assert result is not None
     if call.device.recorder.ops == before + 1:  # else another thread may have changed it meanwhile
         host_copies.keep_values(result._sky, values)
+    return result
+
+
+def _finish_sized(call: BoundCall, key: object, sizes: dict[object, object]) -> object:
+    """Record a call whose result's size depends on values. `sizes` tells what such results look like."""
+    known = sizes.get(key)
+    if type(known) is Entry:
+        return _finish(call, known, expected=True)
+    result = ask(call)
+    if type(result) is RemoteTensor and result._sky.root is None and result._sky.meta.plain:
+        entry = Entry([Output(result._sky.meta)]).settle(call)
+        entry.number = _signature(call, entry)
+        sizes[key] = entry
     return result
 
 
