@@ -14,7 +14,7 @@ from traceback import walk_stack
 from types import FrameType
 
 _PACKAGE = "skyproxy.tensor."
-_LIMIT_SECONDS = 1.0
+_LIMIT_SECONDS = 2.0
 _LOOK_SECONDS = 0.001
 
 
@@ -29,7 +29,7 @@ class ThreadsInOperations:
         }
 
     def wait(self) -> None:
-        """Wait until they are out of C++, but for no longer than a second: one may begin operation after operation."""
+        """Wait until they are out of C++, but for two seconds at most: one may begin operation after operation."""
         limit = time.monotonic() + _LIMIT_SECONDS
         while self._places and time.monotonic() < limit:
             time.sleep(_LOOK_SECONDS)

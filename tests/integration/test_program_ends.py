@@ -88,7 +88,7 @@ inside = threading.Event()
 
 def stay(_):
     inside.set()
-    time.sleep(0.3)
+    time.sleep(0.2)
 
 def read():
     with contextlib.suppress(skyproxy.errors.SessionLostError), observing(stay):
