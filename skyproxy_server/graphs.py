@@ -196,9 +196,9 @@ class Graphs:
                 made = recording.replayer.replay(
                     self._inputs(recording, values), lambda strict: self._make(recording, values, strict)
                 )
-        self._publish(values, made)
         if self._values.not_replayed:
-            self._replay(recording.number)
+            self._replay(recording.number)  # first: it holds their memory, which counts as somebody who looks at it
+        self._publish(values, made)
         return position + 2
 
     def cancel(self, number: int, changed: Failed) -> None:

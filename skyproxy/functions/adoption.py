@@ -17,6 +17,7 @@ from skyproxy.payloads.tensors import REFERENCE, Row, as_leaf
 from skyproxy.protocol import answers
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import Handle, SkyDevice
+from skyproxy.tensor.core.host_copies import escape
 from skyproxy.tensor.core.memory import Memory, memory_of
 from skyproxy.tensor.core.metadata import intern_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
@@ -51,6 +52,9 @@ class Adopter:
         self._session = session
         self._devices = devices
         self._arguments = arguments
+        # The function may keep them, and give them to somebody else under another name.
+        for tensor in arguments:
+            escape(tensor._sky)
 
     def value(self, number: int, tables: dict[str, Any], pieces: Sequence[object]) -> Any:
         """The value that came with the event `number`.
@@ -124,6 +128,8 @@ class Adopter:
                 root = roots[group] = shared.root or shared
             meta = intern_meta(torch_codec.decode_description(fields))
             handle = devices[kind, index].new_handle(meta, root)
+            if root is None:
+                escape(handle)  # a function may give the same tensor again
             if root is None and group >= 0:
                 roots[group] = handle
                 handle.memory = Memory(storage_bytes)

@@ -97,8 +97,10 @@ class ForkedProcess:
         return bool(poller.poll(0))
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
+        try:
             os.close(self._handle)
+        except (AttributeError, OSError):
+            pass
 
 
 class ForkServer:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from skyproxy.protocol import commands
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -178,7 +180,7 @@ class Entry:
                 made += [meta for meta, _ in output.items]
         looks = dict(self.changed)
         self._made = [*made, *(looks.get(i, call.tensors[i]._sky.meta) for i in written_tensors(call))]
-        quiet = not self.changed and not call.info.synchronizes
+        quiet = not self.changed and not call.info.synchronizes and not gives_parts(call)
         self.nothing = quiet and not self.outputs
         if (
             quiet
@@ -189,7 +191,7 @@ class Entry:
         ):
             self.several = [(output.meta, output.shares) for output in self.outputs]
             self.shares_first = any(output.shares == 0 for output in self.outputs)
-        if len(self.outputs) == 1 and not self.changed and call.tensors and not call.info.synchronizes:
+        if quiet and len(self.outputs) == 1 and call.tensors:
             output = self.outputs[0]
             if output.meta is not None and output.meta.plain and output.shares in (None, 0):
                 self.simple, self.meta, self.shares_first = True, output.meta, output.shares == 0
@@ -200,6 +202,11 @@ class Entry:
             elif output.argument is not None and output.argument == call.info.names[0]:
                 self.simple = bool(call.args) and type(call.args[0]) is RemoteTensor
         return self
+
+
+def gives_parts(call: BoundCall) -> bool:
+    """Return whether the results are parts of a sparse tensor: each time other tensors on the same memory."""
+    return call.info.is_view and any(tensor._sky.meta.layout is not torch.strided for tensor in call.tensors)
 
 
 def expectation(entry: Entry, key: Iterable[object]) -> list[object]:
@@ -243,4 +250,4 @@ def numbers_of(call: BoundCall, arguments: Collection[str]) -> list[int]:
     return found
 
 
-__all__ = ["Entry", "Output", "expectation", "numbers_of", "written_tensors"]
+__all__ = ["Entry", "Output", "expectation", "gives_parts", "numbers_of", "written_tensors"]

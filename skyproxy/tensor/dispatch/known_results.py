@@ -17,7 +17,7 @@ from skyproxy.tensor.core.host_copies import escape, forget_uploads, forget_writ
 from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
-from skyproxy.tensor.dispatch.entries import Entry, written_tensors
+from skyproxy.tensor.dispatch.entries import Entry, gives_parts, written_tensors
 from skyproxy.tensor.dispatch.inference import MASKS
 
 if TYPE_CHECKING:
@@ -163,6 +163,14 @@ def lend_memory(call: BoundCall) -> None:
     """Note that a result may lie in its arguments' memory, which it does not name: sparse and nested tensors may."""
     for tensor in call.tensors:
         escape(tensor._sky)
+
+
+def note_memory(call: BoundCall, result: Handle) -> None:
+    """Note where a result that names none of its arguments may lie in their memory, or they in its own."""
+    if result.meta.layout is not torch.strided:
+        lend_memory(call)
+    elif gives_parts(call):
+        escape(result)
 
 
 def makes_a_number(call: BoundCall, entry: Entry) -> bool:

@@ -365,9 +365,9 @@ def _record_change(call: BoundCall, entry: Entry, command: list[object]) -> None
 def _result(call: BoundCall, meta: Meta, shares: int | None) -> RemoteTensor:
     """A fresh tensor; a view of the call's tensor with number `shares`, if that is given."""
     if shares is None:
-        if meta.layout is not torch.strided:
-            known_results.lend_memory(call)
-        return new_tensor(call.device, meta)
+        made = new_tensor(call.device, meta)
+        known_results.note_memory(call, made._sky)
+        return made
     base = call.tensors[shares]
     owner = base._sky.root or base._sky
     handle = call.device.new_handle(meta, owner)
@@ -455,8 +455,7 @@ def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[Ou
         return Output(), wrap_answer(handle, row)
     handle.meta = _meta_of(fields)
     if alias < 0:
-        if handle.meta.layout is not torch.strided:
-            known_results.lend_memory(call)
+        known_results.note_memory(call, handle)
         return Output(meta=handle.meta), make_tensor(handle.meta, handle)
     if alias >= len(call.tensors):
         raise ProtocolError(f"the worker says that a result of {call.info.name} is a view of input {alias}")

@@ -18,6 +18,7 @@ import torch
 from skyproxy import patching, torch_codec
 from skyproxy.errors import ProtocolError, UnsupportedOpError
 from skyproxy.tensor.core.devices import Handle
+from skyproxy.tensor.core.host_copies import escape
 from skyproxy.tensor.core.metadata import plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.tensor.core.torch_private import (
@@ -69,6 +70,7 @@ class RemoteNestedTensor(torch.Tensor):
         rank = len(sizes[0]) if sizes else 0
         padded = (len(sizes), *(max(size[d] for size in sizes) for d in range(rank)))
         handle.meta = plain_meta(padded, torch_codec.DTYPES[dtype])
+        escape(handle)  # neither its bytes nor what its parts have of them lie as this says
         return _wrap(make_tensor(handle.meta, handle), sizes, strides, offsets)
 
     def __new__(cls, *args: object, **kwargs: Any) -> Any:

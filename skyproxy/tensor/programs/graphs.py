@@ -6,7 +6,6 @@ during the capture are frozen in it, as with CUDA graphs.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
@@ -93,9 +92,11 @@ class SkyGraph:
         return self._pool
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter may be shutting down
+        try:
             self.abort()
             self.reset()
+        except Exception:  # the interpreter may be shutting down, and this module's names may be gone
+            pass
 
 
 class graph:
