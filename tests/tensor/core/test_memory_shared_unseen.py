@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import skyproxy
-from tests.integration.programs import succeed
+from tests.integration.programs import succeed, wait_for
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -121,6 +123,30 @@ def test_what_is_written_to_one_is_read_of_both(name: str, sky: str) -> None:
     assert len(read.nonzero()) == read.numel()
     assert (read.cpu() == 7).all()
     assert (read + 0 == 7).all()
+
+
+def test_what_a_function_writes_after_its_end_is_noticed(sky: str) -> None:
+    def write_later(x: torch.Tensor, path: str) -> None:
+        import os
+        import threading
+        import time
+
+        def write() -> None:
+            while not os.path.exists(path):
+                time.sleep(0.01)
+            x.fill_(7)
+            os.remove(path)
+
+        threading.Thread(target=write, daemon=True).start()
+
+    x = _numbers(sky)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "now"
+        _on_worker(write_later, x, str(path))
+        assert [x[i].item() for i in range(3)] == [0, 1, 2]
+        path.touch()
+        wait_for(lambda: not path.exists(), "the thread has written")
+    assert (x[1].item(), len(x.nonzero()), x.cpu().tolist()) == (7, 6, [7.0] * 6)
 
 
 def test_a_graph_of_a_module_s_globals_ends_with_the_program_without_a_word() -> None:
