@@ -38,7 +38,7 @@ class Memory:
 
 
 class HostCopy:
-    """What is known of a storage until something writes to it: its bytes if it is small, and what follows from them.
+    """Knowledge of a storage until something writes to it: its bytes if it is small, and what follows from them.
 
     Attributes:
         values: its bytes, none where they are not known; None once something may have changed them.

@@ -45,12 +45,16 @@ PRINTED: dict[str, Callable[[Any], torch.Tensor]] = {
 }
 
 
+UPLOADED = ("scalar", "infinite")
+"""Those whose numbers are known here."""
+
+
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_tensor_prints_as_pytorch_prints_it_with_one_fetch(name: str, sky1: str) -> None:
     remote = PRINTED[name](sky1)
     before = round_trips()
     text = repr(remote)
-    assert round_trips() == before + 1
+    assert round_trips() == before + (name not in UPLOADED)
     assert "device='sky:1'" in text
     assert without_device(text) == without_device(repr(PRINTED[name]("cpu")))
     assert str(remote) == text
