@@ -119,6 +119,8 @@ def test_a_worker_is_told_that_it_is_ended_for_good(tmp_path: Path) -> None:
     assert (report.idle_seconds, told) == (12.5, [None])
 
 
+# Now and then, on a busy machine, asyncio and aiohttp lose the socket of a connection that is reset as it is made.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_each_gets_its_own_answer_and_the_silent_do_not_hold_up_the_others(worker: Listener, host: Host) -> None:
     """The silent one says nothing before the other was asked: who waited for it would wait to the end."""
     silent = socket.create_server(("127.0.0.1", 0))

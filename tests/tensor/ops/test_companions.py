@@ -163,15 +163,19 @@ def test_a_failed_number_raises_where_it_is_asked_for(sky: str) -> None:
 
 def test_a_number_that_is_never_asked_for_again_stops_coming(sky: str) -> None:
     x = torch.zeros(3, device=sky)
-    for step in range(40):
+    streams: list[object] = []
+    for step in range(60):
         x = x + 1
         first, last = x.sum(), x.mean()
         assert first.item() == 3.0 * (step + 1)
+        if step >= 40:
+            streams.append(first._sky.device.recorder.last_batch.stream)  # type: ignore[attr-defined]
         if step < STEPS:
             assert last.item() == step + 1
-    batch = first._sky.device.recorder.last_batch  # type: ignore[attr-defined]
-    assert "item" in batch.stream
-    assert "numbers" not in batch.stream
+    # Now and then another thread has sent a batch since then, of what is to be released.
+    asking = [stream for stream in streams if "item" in stream or "numbers" in stream]  # type: ignore[operator]
+    assert asking
+    assert not any("numbers" in stream for stream in asking)  # type: ignore[operator]
 
 
 # --- programs --------------------------------------------------------------------------------------------------------
