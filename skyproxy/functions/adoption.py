@@ -130,9 +130,9 @@ class Adopter:
             handle = devices[kind, index].new_handle(meta, root)
             if root is None:
                 escape(handle)  # a function may give the same tensor again
-            if root is None and group >= 0:
-                roots[group] = handle
-                handle.memory = Memory(storage_bytes)
+                if group >= 0:
+                    roots[group] = handle
+                    handle.memory = Memory(storage_bytes)
             slots.append(handle.slot)
             tensors.append(as_leaf(make_tensor(meta, handle), row))
         self._session.do("adopt_results", self._call, number, slots)

@@ -99,7 +99,7 @@ class ForkedProcess:
     def __del__(self) -> None:
         try:
             os.close(self._handle)
-        except (AttributeError, OSError):
+        except (AttributeError, OSError):  # not `suppress`: at the end of a program this module's names are gone
             pass
 
 

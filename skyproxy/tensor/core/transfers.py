@@ -118,7 +118,7 @@ def _known_here(handle: Handle) -> torch.Tensor | None:
     """Return a copy of values that were uploaded or asked for, as long as nothing has written to them."""
     if not (handle.meta.known or (handle.root or handle).copied) or handle.device.session.lost is not None:
         return None
-    if count_dispatch_modes() or function_transform_level() is not None:  # these would make of copies what they are for
+    if count_dispatch_modes() or function_transform_level() is not None:  # they would act on the copying itself
         return None
     value = known_values.value_of(handle)
     return value.clone() if value is not None else host_copies.copy_of(handle)

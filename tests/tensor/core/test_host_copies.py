@@ -236,17 +236,26 @@ SOURCES: dict[str, Callable[[str], torch.Tensor]] = {
 }
 
 
+def made(source: str, write: str, sky: str) -> torch.Tensor:
+    """Make the numbers from 0 to 5 on the device, in a storage that this write can change."""
+    x = SOURCES[source](sky)
+    return x.clone() if write == "a part of a storage" else x
+
+
+def write_to(x: torch.Tensor, write: str) -> None:
+    """Fill x with 7, in one of the ways above."""
+    with torch.no_grad() if write != "a gradient" else torch.enable_grad():
+        WRITES[write](x)
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("write", WRITES)
 def test_what_writes_to_a_storage_is_noticed(write: str, source: str, sky: str) -> None:
-    x = SOURCES[source](sky)
-    if write == "a part of a storage":
-        x = x.clone()
+    x = made(source, write, sky)
     before = list(x)
     assert [t.item() for t in x] == [0, 1, 2, 3, 4, 5]
     assert [t.item() for t in before] == [0, 1, 2, 3, 4, 5]
-    with torch.no_grad() if write != "a gradient" else torch.enable_grad():
-        WRITES[write](x)
+    write_to(x, write)
     kept = 3 if write == "a part of a storage" else 6
     assert [x[i].item() for i in range(kept)] == [7] * kept
     assert [t.item() for t in x][:kept] == [7] * kept

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import skyproxy
 from skyproxy.tensor.core import host_copies
-from tests.tensor.core.test_host_copies import SOURCES, WRITES
+from tests.tensor.core.test_host_copies import SOURCES, WRITES, made, write_to
 
 LENGTH = 20_000  # beyond what is known byte by byte
 
@@ -82,13 +82,10 @@ def test_what_is_taken_follows_its_mask(kind: str, sky: str) -> None:
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("write", WRITES)
 def test_what_writes_to_a_storage_is_noticed(write: str, source: str, sky: str) -> None:
-    x = SOURCES[source](sky)
-    if write == "a part of a storage":
-        x = x.clone()
+    x = made(source, write, sky)
     positions, part = x.nonzero(), x[1:].nonzero()
     assert (len(positions), len(x.nonzero()), len(part), len(x[1:].nonzero())) == (5, 5, 5, 5)
-    with torch.no_grad() if write != "a gradient" else torch.enable_grad():
-        WRITES[write](x)
+    write_to(x, write)
     assert x.nonzero().tolist() == [[i] for i in range(6)]
     assert len(x[1:].nonzero()) == 5
 
