@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import ssl
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +24,7 @@ _AT_ONCE = 64
 ENDING = "/ending"
 TOKEN_REFUSED = "TokenRefused"
 CERTIFICATE_REFUSED = "CertificateRefused"
+_CLOSING_SECONDS = 1.0
 _MAX_IDLE_SECONDS = 10 * 365 * 86400.0
 
 
@@ -49,15 +53,25 @@ class Prober:
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._turns = FairTurns(_AT_ONCE)
 
     async def close(self) -> None:
-        """Ends all connections."""
-        if self._session is not None:
-            await self._session.close()
-            # A connection whose handshake failed closes its socket a turn or two of the loop later.
-            for _ in range(5):
-                await asyncio.sleep(0)
+        """Ends all connections, and waits a second at most for the peers' part of it."""
+        if self._session is None:
+            return
+        await self._session.close()
+        # aiohttp forgets a connection that it releases, while TLS may still wait for the peer's last word.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING_SECONDS):
+                while any(open_socket.fileno() >= 0 for open_socket in self._sockets):
+                    await asyncio.sleep(0.001)
+
+    def _make_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        family, kind, protocol, _, _ = address
+        made = socket.socket(family, kind, protocol)
+        self._sockets.add(made)
+        return made
 
     async def ask(
         self, addresses: Sequence[tuple[str, int]], access: ProbeCredentials, path: str = "/activity"
@@ -90,7 +104,7 @@ class Prober:
             # No proxy of the environment: the token is for the worker alone.
             # And nothing is unpacked: a few bytes could become any number.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True),
+                connector=aiohttp.TCPConnector(force_close=True, socket_factory=self._make_socket),
                 trust_env=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,

@@ -126,13 +126,8 @@ class Recorder:
 
     @property
     def live_slots(self) -> int:
-        """The number of tensors and other handles that live on the worker; perhaps more while something is recorded."""
-        if not self._lock.acquire(blocking=False):
-            return self._top
-        try:  # under the lock, because slots that are being released are in both lists for a moment
-            return self._top - len(self.free) - len(self._taken)
-        finally:
-            self._lock.release()
+        """The number of tensors and other handles that the program has on the worker."""
+        return self.held[1 : self._top + 1].count(True)
 
     def take_slot(self, handle: SlotOwner) -> None:
         """Set `handle.slot` to any free slot, or to one that was never used.

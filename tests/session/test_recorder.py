@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_a_dead_slot_is_reused_without_a_word_or_released_with_the_next_batch(wi
     assert wire.commands == [commands.RELEASE, [second]]
     assert wire.recorder.live_slots == 1
     assert new_slot(wire.recorder) == second
+
+
+def test_values_are_counted_exactly_while_another_thread_sends(wire: Wire) -> None:
+    drop(wire.recorder, [new_slot(wire.recorder), new_slot(wire.recorder)][:1])
+    counts: list[int] = []
+    with ThreadPoolExecutor(1) as other:
+        wire.before_send = lambda message: counts.append(other.submit(lambda: wire.recorder.live_slots).result())
+        wire.recorder.flush()
+    assert counts == [1]
 
 
 def test_free_slots_above_all_living_ones_count_as_never_used_where_there_are_very_many(wire: Wire) -> None:
@@ -383,11 +393,8 @@ def test_several_threads_record_whole_commands() -> None:
             if slot % 7 == 0:
                 wire.recorder.flush()
 
-    threads = [threading.Thread(target=record, args=(n * 1000,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(record, range(0, 4000, 1000)))
     wire.recorder.flush()
     stream = wire.commands
     assert set(stream[::2]) == {OP}
