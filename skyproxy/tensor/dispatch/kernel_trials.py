@@ -45,16 +45,18 @@ def takes_dtypes(
         values = (*args, *kwargs.values()) if kwargs else args
         if any(_are_all(values, usual) for usual in _USUAL):
             return True
+    if info.for_each:
+        args = _different_places(args)
     looks = [*_looks((*args, *kwargs.values()))]
     if not looks and not is_guessed:
         return True
     key = (info, *((look.dtype, not look.size) for look in looks), *map(type, args), *kwargs)
     if key in _taken and not is_guessed:
         return True
-    is_small = all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
+    is_small = not info.for_each and all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
     if any(look.dtype is torch.complex32 for look in looks):  # a trial would warn; few programs have it, so this asks
         return False
-    if not (is_small or info.is_pointwise) or not all(look.plain for look in looks):
+    if not (is_small or info.is_pointwise or info.for_each) or not all(look.plain for look in looks):
         return True
     if info.takes_masks and any(look.dtype is torch.uint8 for look in looks):  # which warns, too
         return True
@@ -92,6 +94,16 @@ def _looks(items: Iterable[object]) -> Iterable[Meta]:
             yield a
         elif type(a) in (list, tuple):
             yield from _looks(a)  # type: ignore[arg-type]
+
+
+def _different_places(args: Sequence[object]) -> list[object]:
+    """Return the arguments of an operation on lists with one place of each kind: of a thousand weights, one."""
+    columns = [a for a in args if type(a) in (list, tuple)]
+    places: dict[tuple[object, ...], int] = {}
+    for place, items in enumerate(zip(*columns, strict=False)):
+        kind = tuple((a.dtype, not a.size) if isinstance(a, Meta) else type(a) for a in items)
+        places.setdefault(kind, place)
+    return [[a[n] for n in places.values()] if type(a) in (list, tuple) else a for a in args]  # type: ignore[index]
 
 
 def _count(look: Meta) -> int:

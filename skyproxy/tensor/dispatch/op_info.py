@@ -433,6 +433,10 @@ def _may_be_tried(name: str, func: OpOverload, draws: bool) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags and not draws:
         return False
+    if name.startswith("aten::_foreach_"):
+        return not name.startswith("aten::_foreach_addc") or not name.endswith(
+            ".Tensor"
+        )  # a tensor of a number a place
     return (torch.Tag.pointwise in func.tags and not draws) or name.partition(".")[0].removesuffix("_") in _TRIED
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from skyproxy.tensor.dispatch import kernel_trials
 from skyproxy.tensor.dispatch.op_info import info_of
 
 MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -69,6 +70,12 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "a complex number where a mask is": lambda x, i: x.masked_fill_(i.bool(), 1j),
     "real ones of a complex number": lambda x, i: torch.full((3,), 1j, dtype=torch.float32, device=x.device),
     "more samples than there are": lambda x, i: (x + 1).multinomial(5),
+    "signs of truth values in a list": lambda x, i: torch._foreach_abs([x, i.bool()]),
+    "truth values subtracted in a list": lambda x, i: torch._foreach_sub_([i, i.bool()], [i, i.bool()]),
+    "bounds of complex numbers in a list": lambda x, i: torch._foreach_clamp_min_([x + 1j, x + 1j], [x + 1j, x + 1j]),
+    "the largest of complex numbers in a list": lambda x, i: torch._foreach_max([x + 1j]),
+    "a norm of integers in a list": lambda x, i: torch._foreach_norm([x, i]),
+    "integers on a way in a list": lambda x, i: torch._foreach_lerp([x, i], [x, i], [0.5, 0.5]),
     "windows of integers": lambda x, i: F.unfold(i.reshape(1, 1, 1, 3), 1),
 }
 
@@ -108,6 +115,18 @@ def test_what_kernels_take_is_tried_once_and_waits_for_nothing(sky: str) -> None
         part.float().index_select(0, part - 1), torch.zeros(6, device=sky).gather(0, part), part.clamp(1, 2), part.max()
         torch.full_like(i, 3)
     assert torch.sky.stats()["round_trips"] == before
+
+
+def test_of_a_long_list_one_place_of_each_dtype_is_tried(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(kernel_trials, "_runs", lambda info, args, *rest: tried.append(args) or True)
+    parts = [*torch.ones(40, 2, dtype=torch.bfloat16, device=sky), *torch.ones(40, 3, dtype=torch.int16, device=sky)]
+    before = torch.sky.stats()["round_trips"]
+    torch._foreach_add(parts, [*range(80)])
+    assert torch.sky.stats()["round_trips"] == before
+    ((looks, numbers),) = tried
+    assert [look.dtype for look in looks] == [torch.bfloat16, torch.int16]
+    assert numbers == [0, 40]
 
 
 def test_a_trial_draws_no_random_numbers_of_the_program(sky: str) -> None:
