@@ -140,6 +140,12 @@ def make_zeros(meta: Meta, handle: Handle) -> RemoteZeros:
     return zeros
 
 
+def is_wrapper_class(kind: type) -> bool:
+    """Return whether this is a class of tensors with its own dispatch in Python, which may have no memory."""
+    own = torch.Tensor.__torch_dispatch__
+    return kind is not RemoteTensor and issubclass(kind, torch.Tensor) and kind.__torch_dispatch__ is not own
+
+
 def make_view(meta: Meta, handle: Handle, base: torch.Tensor) -> RemoteTensor:
     """A tensor that shares its storage with `base`; an inference tensor if that is one, whatever the mode is now."""
     inference = base.is_inference()

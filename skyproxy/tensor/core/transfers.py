@@ -8,6 +8,7 @@ from ctypes import string_at
 
 import torch
 
+from skyproxy.errors import UnsupportedOpError
 from skyproxy.protocol.answers import MOST_DIMENSIONS
 from skyproxy.protocol.commands import UPLOAD
 from skyproxy.tensor.core import host_copies, known_values
@@ -15,7 +16,7 @@ from skyproxy.tensor.core.devices import Handle, SkyDevice
 from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.pieces import copied, copy_into
 from skyproxy.tensor.core.prefetching import READER
-from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class, make_tensor
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 from skyproxy.torch_codec import Description, is_dense, packed_stride
 
@@ -41,6 +42,10 @@ def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
         return _upload_sparse(tensor, device)
     if tensor.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    if is_wrapper_class(type(tensor)):  # its address may be none
+        raise UnsupportedOpError(
+            f"the values of a {type(tensor).__name__} are not in its own memory, to be sent from there"
+        )
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     if tensor.is_conj() or tensor.is_neg() or not is_dense(tuple(tensor.shape), tensor.stride()):

@@ -137,8 +137,9 @@ class BoundCall:
             self.key.append(tuple(type(item) for item in value))
             self.operands.append(value)
             return commands.VALUE
-        self.key.append(kind)
-        self.operands.append(_number(a))
+        value = _number(a)
+        self.key.append(type(value))  # not `kind`: the fast path would send a symbol as it is
+        self.operands.append(value)
         return commands.VALUE
 
     def _place_indices(
@@ -280,12 +281,19 @@ def refuse_to_pin(wanted: object) -> None:
         raise RuntimeError("Only dense CPU tensors can be pinned")
 
 
+SYMBOLS = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
+"""Types of numbers that PyTorch works with by name. Workers get the number."""
+
+
 def _number(a: object) -> Number:
     if a is None or isinstance(a, bool | int | float | complex):
         return a
     if isinstance(a, torch.SymInt):
-        number: int | None = a.node.maybe_as_int()
-        return number
+        if a.node.is_nested_int():
+            raise UnsupportedOpError(
+                f"{a}, the size of a dimension whose rows differ, is no number that a worker can take"
+            )
+        return int(a)
     if isinstance(a, torch.SymFloat | torch.SymBool):
         return float(a) if isinstance(a, torch.SymFloat) else bool(a)
     raise UnsupportedOpError(f"an argument of type {type(a).__name__} cannot be sent to a worker: {a!r:.80}")

@@ -231,7 +231,10 @@ def dispatch_remote(
             else:
                 return record(info, func, args, kwargs)
     signature = tuple(key)
-    entry: Entry | None = device.cache.get(signature)
+    try:
+        entry: Entry | None = device.cache.get(signature)
+    except TypeError:  # symbols among sizes have no hash
+        return record(info, func, args, kwargs or {})
     if entry is None:
         entry = learn(info, device, signature, args, kwargs) if info.rule is not None else None
         if entry is None:

@@ -21,11 +21,11 @@ from skyproxy.tensor.core import host_copies, known_values
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
 from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta, meta_of
-from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor, make_view, set_metadata
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class, make_tensor, make_view, set_metadata
 from skyproxy.tensor.core.torch_private import OpOverload, TensorBase
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
-from skyproxy.tensor.dispatch.binding import BoundCall, refuse_to_pin, template_of
+from skyproxy.tensor.dispatch.binding import SYMBOLS, BoundCall, refuse_to_pin, template_of
 from skyproxy.tensor.dispatch.capture import check_reshaped
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
 from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
@@ -35,7 +35,6 @@ from skyproxy.tensor.dispatch.op_info import NUMBER, SCALAR, TENSORS, OpInfo, in
 _infers = torch.is_inference_mode_enabled
 _is_of_inference = TensorBase.is_inference
 _getframe = sys._getframe
-_Parameter = torch.nn.Parameter
 _HALVES = (torch.float16, torch.bfloat16)
 _VALUES = frozenset({NUMBER, SCALAR})
 _NUMBERS = frozenset({int, float, list})
@@ -52,9 +51,12 @@ def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     """Records a call of any op, whatever its arguments, and wraps its results."""
     if info.special is not None:
         return info.special(info, func, args, kwargs)
-    for a in (*args, *kwargs.values()):
-        if type(a) not in _KNOWN_TENSORS and isinstance(a, torch.Tensor) and not _is_plain_subclass(a):
-            return NotImplemented  # another wrapper; its own dispatch comes next
+    kinds = {*map(type, args), *map(type, kwargs.values())}
+    for a in args:
+        if type(a) is list or type(a) is tuple:
+            kinds.update(map(type, a))
+    if any(map(is_wrapper_class, kinds)):
+        return NotImplemented  # its own dispatch comes next
     if kwargs.get("device") is not None and args and type(args[0]) is RemoteTensor:
         args = (_example_on(kwargs["device"], info, args[0]), *args[1:])
         if type(args[0]) is not RemoteTensor:
@@ -83,9 +85,6 @@ def _example_on(asked: torch.device, info: OpInfo, tensor: RemoteTensor) -> torc
     return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=asked)
 
 
-_KNOWN_TENSORS = (RemoteTensor, torch.Tensor, _Parameter)
-
-
 def count_changes(tensors: list[torch.Tensor]) -> None:
     """Count a change of each of them, as PyTorch's kernels for lists do, which the dispatcher leaves that to.
 
@@ -99,10 +98,6 @@ def count_changes(tensors: list[torch.Tensor]) -> None:
             "See https://github.com/pytorch/rfcs/pull/17 for more details."
         )
     increment_version(tensors)
-
-
-def _is_plain_subclass(a: torch.Tensor) -> bool:
-    return type(a).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def run(call: BoundCall) -> Any:
@@ -206,7 +201,7 @@ def learn(
 ) -> Entry | None:
     """Infer a call that never came before by its shape rule, and remember it under `key`; None: ask `record`.
 
-    The short way, for arguments that the fast path has taken: tensors, numbers, lists of them, constants.
+    The short way, for arguments that the fast path has taken: tensors, numbers (no symbols), lists of them, constants.
     """
     if (info.asks_cuda_for_shape or info.asks_worker_for_halves) and _asks(info, device, args):
         return None
@@ -232,9 +227,10 @@ def learn(
             templates.append((commands.HOST_SCALAR, torch_codec.DTYPE_NAMES[a.dtype]))
             has_values = True
         else:
+            if kind in SYMBOLS or (kind is list and not SYMBOLS.isdisjoint(map(type, a))):
+                return None
             looks.append(a)
-            is_value = how in _VALUES and kind in _NUMBERS  # the usual case of `template_of`
-            templates.append(commands.VALUE if is_value else template_of(a, how, device))
+            templates.append(commands.VALUE if how in _VALUES and kind in _NUMBERS else template_of(a, how, device))
     named: dict[str, object] = {}
     keywords: list[Any] = []
     if kwargs:
@@ -247,6 +243,8 @@ def learn(
                 if meta.known:
                     return None
                 keywords.append((name, commands.TENSOR))
+            elif type(a) in SYMBOLS:
+                return None
             else:
                 named[name] = a
                 keywords.append((name, template_of(a, kinds[name], device)))

@@ -15,7 +15,7 @@ from skyproxy.tensor.core.devices import DEVICES, Handle
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.pieces import copied, copy_into
 from skyproxy.tensor.core.prefetching import READER
-from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class
 from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.tensor.core.transfers import OWN_CLASSES, download, move, upload
 from skyproxy.tensor.dispatch.binding import BoundCall
@@ -115,6 +115,8 @@ def _copy_(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
             source = move(source, device)
         return dispatch_remote(None, _plain_copy_, None, (target, source))
     if type(target) is RemoteTensor:
+        if is_wrapper_class(type(source)):
+            return NotImplemented
         if source.device.type == "meta":
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         if source.dtype.itemsize > target.dtype.itemsize and not source.dtype.is_complex:

@@ -64,6 +64,7 @@ class CompiledCall:
             "_getframe": _getframe,
             "user_frame": user_frame,
             "upload_aside": _upload_aside,
+            "as_number": _as_number,
             "download": download,
             "device_now": None,
             "checked": self._checked,
@@ -160,7 +161,11 @@ class CompiledCall:
         value = value_of(node)
         if isinstance(value, _SCALARS):
             self._templates.append(commands.VALUE)
-            return f"a[{i}]"
+            return (
+                f"a[{i}] if type(a[{i}]) is int else as_number(a[{i}])"
+                if isinstance(value, torch.SymInt)
+                else f"a[{i}]"
+            )
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             raise UnsupportedOpError(f"an input of type {type(value).__name__} cannot be sent to a worker")
         if _is_remote(value):
@@ -219,6 +224,16 @@ class CompiledCall:
         replaced = {symbol: sympy.Symbol(f"({text})", integer=True) for symbol, text in self._symbols.items()}
         self._scope.setdefault("math", __import__("math"))
         return str(_Printer().doprint(expression.xreplace(replaced)))
+
+
+def _as_number(value: object) -> object:
+    """Return what a worker gets for a graph's input that stands for a size, on calls where that is a symbol.
+
+    The size of rows that differ is one. Nothing is computed with it but other such sizes, and those are made here.
+    """
+    if not isinstance(value, torch.SymInt):
+        return value
+    return value.node.nested_int() if value.node.is_nested_int() else int(value)
 
 
 def _is_remote(value: object) -> bool:

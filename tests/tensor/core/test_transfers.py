@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 NUMBERS = [1.5, 7, True, -2.7, float("inf"), 1 + 2j, 1 << 40]
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64]
@@ -68,3 +70,26 @@ def test_a_tensor_of_more_than_64_dimensions_keeps_its_session(sky1: str, count:
     assert torch.equal(torch.empty_like(there).copy_(x).cpu(), x)
     assert there.shape == x.shape
     assert kept.sum().item() == 2
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = {
+    "copied": lambda x, values, places: x.copy_(values),
+    "set item": lambda x, values, places: x.__setitem__(slice(1, 3), values[1:]),
+    "set by places": lambda x, values, places: x.__setitem__(places, 9.0),
+    "chosen": lambda x, values, places: x.copy_(x[places].sum()),
+    "data": lambda x, values, places: x.data.copy_(values),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_values_of_a_class_with_its_own_dispatch_are_those_of_its_parts(
+    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object], sky1: str
+) -> None:
+    """A wrapper has no memory at its address: reading that ended the process."""
+    found = []
+    for place in ("cpu", sky1):
+        values, places = torch.tensor([5.0, 6.0, 7.0]), torch.tensor([0, 2])
+        x = torch.arange(3.0).to(place)
+        write(x, TwoTensor(values, values), TwoTensor(places, places))
+        found.append(x.tolist())
+    assert found[0] == found[1]

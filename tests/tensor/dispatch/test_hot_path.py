@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.common_methods_invocations import op_db
 
-from skyproxy.errors import LimitExceededError
+from skyproxy.errors import LimitExceededError, UnsupportedOpError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import rule_registry
 from skyproxy.tensor.dispatch import hot_path, recording
@@ -237,3 +241,41 @@ def test_a_loop_over_many_elements_keeps_its_session(sky: str) -> None:
     parts = mask.unbind(0)
     assert len(parts) == 400_000
     assert parts[-1].item() is True
+
+
+CALLS_WITH_A_SYMBOL: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "add": lambda x, n: x + n,
+    "power": lambda x, n: x**n,
+    "comparison": lambda x, n: x < n,
+    "fill": lambda x, n: x.clone().fill_(n),
+    "named": lambda x, n: x.clamp(max=n),
+    "scale": lambda x, n: torch.add(x, x, alpha=n),
+    "view": lambda x, n: x.view(n, 2),
+    "new": lambda x, n: x.new_full((n,), n),
+    "repeats": lambda x, n: x.repeat(n, n),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_WITH_A_SYMBOL.values(), ids=CALLS_WITH_A_SYMBOL)
+def test_a_symbol_travels_as_its_number_however_often_it_comes(
+    call: Callable[[torch.Tensor, Any], torch.Tensor], sky1: str
+) -> None:
+    """As it was, it could not be sent, which ended the session and took all of its tensors."""
+    shapes = ShapeEnv()
+    three = shapes.create_symintnode(shapes.create_symbol(3, ConstantSource("n")), hint=3)
+    constant = ShapeEnv().create_symintnode(sympy.Integer(3), hint=3)
+    x = torch.arange(6.0)
+    for _ in range(3):
+        for n in (three, constant, 3):
+            assert torch.equal(call(x.to(sky1), n).cpu(), call(x, 3))
+
+
+def test_the_size_of_ragged_rows_is_refused_where_a_number_is_needed(sky1: str) -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, device=sky1)
+    x = torch.ones(4, device=sky1)
+    n: Any = rows.shape[1]
+    for _ in range(2):
+        for refused in (lambda: x + n, lambda: x.clamp(0, n), lambda: x.view(n), lambda: torch.add(x, x, alpha=n)):
+            with pytest.raises(UnsupportedOpError, match="the size of a dimension whose rows differ"):
+                refused()
+    assert x.tolist() == [1.0] * 4

@@ -116,3 +116,20 @@ def test_slices_of_inputs_are_written_in_place(sky: str) -> None:
             want = function(local, torch.full((1, 4), 5.0))
             assert torch.equal(got.cpu(), want)
             assert torch.equal(remote.cpu(), local)
+
+
+def test_rows_that_differ_have_the_values_and_the_sizes_of_the_local_run(sky: str) -> None:
+    """A graph gets the size of such rows, a symbol that no message holds: sending it ended the session."""
+
+    def double(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return (rows * 2).sin(), rows.shape[1]
+
+    graph = torch.compile(double, backend="sky", options={"worker": "eager"})
+    for lengths in ([1, 2, 2, 4], [3, 1], [1, 2, 2, 4]):
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        values = torch.randn(sum(lengths), 3)
+        rows = torch.nested.nested_tensor_from_jagged(values.to(sky), offsets=offsets.to(sky))
+        result, size = graph(rows)
+        assert torch.equal(result.values().cpu(), (values * 2).sin())
+        assert size == rows.shape[1]
+        assert result.shape == rows.shape
