@@ -166,15 +166,23 @@ def set_metadata(tensor: RemoteTensor, meta: Meta) -> None:
 def adopt(tensor: RemoteTensor, handle: Handle) -> None:
     """Makes a tensor hold `handle`, and look like it; its identity, version counter and history stay."""
     meta = handle.meta
-    with torch.inference_mode(tensor.is_inference()):
-        fresh = make_zeros(meta, handle) if type(tensor) is RemoteZeros else make_tensor(meta, handle)
+    make = make_zeros if type(tensor) is RemoteZeros else make_tensor
+    inference = tensor.is_inference()
+    if inference == torch.is_inference_mode_enabled():
+        fresh = make(meta, handle)
+    else:
+        with torch.inference_mode(inference):
+            fresh = make(meta, handle)
     # PyTorch lets a tensor take over another's look only if their dispatch keys agree, these two bits included; and the
     # first one is for complex numbers only, which the tensor may not have yet.
-    for each in (tensor, fresh):
-        if each.is_conj():
-            set_conjugate(each, False)
-        if each.is_neg():
-            set_negative(each, False)
+    if tensor.dtype.is_complex and tensor.is_conj():
+        set_conjugate(tensor, False)
+    if tensor.is_neg():
+        set_negative(tensor, False)
+    if meta.conjugate:
+        set_conjugate(fresh, False)
+    if meta.negative:
+        set_negative(fresh, False)
     TensorBase.data.__set__(tensor, fresh)  # type: ignore[attr-defined]
     if meta.conjugate:
         set_conjugate(tensor, True)

@@ -70,7 +70,8 @@ class BoundCall:
         self.key: list[object] = [info]
         self.operands: list[object] = []
         writes = info.writes
-        self.templates = tuple(self._bind(a, info.kinds[i], info.names[i] in writes) for i, a in enumerate(args))
+        rows = zip(args, info.kinds, info.names)  # the schema may have more
+        self.templates = tuple([self._bind(a, how, name in writes) for a, how, name in rows])
         self.keyword_templates: dict[str, object] = {}
         for name, a in kwargs.items():
             if name == "pin_memory":
@@ -109,6 +110,10 @@ class BoundCall:
             self.key.append(handle.meta)
             self.operands.append(handle.slot)
             return commands.TENSOR
+        if kind is int and how == NUMBER:  # the usual case of what follows
+            self.key.append(a)
+            self.operands.append(a)
+            return commands.VALUE
         if isinstance(a, torch.Tensor):
             return self._bind_host_tensor(a, is_written)
         if how == TENSORS and a is not None:

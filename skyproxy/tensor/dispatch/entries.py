@@ -169,6 +169,13 @@ class Entry:
             entry.shares_first = False
         return entry
 
+    @staticmethod
+    def of_change(output: Output, meta: Meta) -> Entry:
+        """Make an entry of an op whose one result is its first tensor, which then looks like `meta`."""
+        entry = Entry((output,), [(0, meta)])
+        entry.output_templates, entry._made = _IGNORED, (meta,)
+        return entry
+
     def settle(self, call: BoundCall) -> Entry:
         """Fills in what follows from outputs and changes."""
         self.output_templates = tuple([output.template for output in self.outputs])

@@ -128,8 +128,10 @@ def _turn(call: BoundCall, found: RuleAnswer) -> Entry:
     """The entry of an op that makes a tensor another view of its memory."""
     meta = found[0][0]
     assert type(meta) is Meta
-    changed = [(0, meta)] if meta is not call.tensors[0]._sky.meta else []
-    return Entry([Output(argument=call.info.names[0])], changed).settle(call)
+    output = Output(argument=call.info.names[0])
+    if meta is call.tensors[0]._sky.meta:
+        return Entry([output]).settle(call)
+    return Entry.of_change(output, meta)
 
 
 def _outgrows_target(call: BoundCall) -> bool:
@@ -259,7 +261,7 @@ def looks_of(call: BoundCall) -> tuple[list[object], dict[str, object]]:
 def _look(a: object) -> object:
     if type(a) is RemoteTensor:
         return a._sky.meta
-    if isinstance(a, list | tuple) and any(type(item) is RemoteTensor for item in a):
+    if isinstance(a, (list, tuple)) and any(type(item) is RemoteTensor for item in a):
         return [_look(item) for item in a]
     return a
 

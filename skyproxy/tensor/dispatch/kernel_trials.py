@@ -42,23 +42,23 @@ def takes_dtypes(
     if not info.is_tried:
         return not info.draws_floats or all(look.dtype.is_floating_point or look.dtype.is_complex for look in made)
     if not is_guessed and not info.takes_whole_numbers:
-        values = (*args, *kwargs.values()) if kwargs else args
-        if any(_are_all(values, usual) for usual in _USUAL):
+        if _are_usual((*args, *kwargs.values()) if kwargs else args):
             return True
     if info.for_each:
         args = _different_places(args)
-    looks = [*_looks((*args, *kwargs.values()))]
+    looks = _looks((*args, *kwargs.values()))
     if not looks and not is_guessed:
         return True
-    key = (info, *((look.dtype, not look.size) for look in looks), *map(type, args), *kwargs)
+    dtypes = [look.dtype for look in looks]
+    key = (info, *dtypes, *[not look.size for look in looks], *map(type, args), *kwargs)
     if key in _taken and not is_guessed:
         return True
     is_small = not info.for_each and all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
-    if any(look.dtype is torch.complex32 for look in looks):  # a trial would warn; few programs have it, so this asks
+    if torch.complex32 in dtypes:  # a trial would warn; few programs have it, so this asks
         return False
     if not (is_small or info.is_pointwise or info.for_each) or not all(look.plain for look in looks):
         return True
-    if info.takes_masks and any(look.dtype is torch.uint8 for look in looks):  # which warns, too
+    if info.takes_masks and torch.uint8 in dtypes:  # which warns, too
         return True
     if count_dispatch_modes() or function_transform_level() is not None:
         return True
@@ -76,24 +76,34 @@ _USUAL = (torch.float32, torch.float64)
 """Dtypes that whatever takes numbers takes, alone; of halves, many kernels have none."""
 
 
-def _are_all(items: Iterable[object], usual: torch.dtype) -> bool:
-    """Return whether all looks have one dtype; without generators, for each new shape is asked."""
+def _are_usual(items: Iterable[object]) -> bool:
+    """Return whether all looks have one dtype, a usual one; without generators, for each new shape is asked."""
+    found = None
     for a in items:
         kind = type(a)
         if kind is Meta or kind is KnownMeta:
-            if a.dtype is not usual:  # type: ignore[attr-defined]
-                return False
-        elif (kind is list or kind is tuple) and a and type(a[0]) is not int and not _are_all(a, usual):  # type: ignore[index,arg-type]
-            return False
+            if a.dtype is not found:  # type: ignore[attr-defined]
+                if found is not None or a.dtype not in _USUAL:  # type: ignore[attr-defined]
+                    return False
+                found = a.dtype  # type: ignore[attr-defined]
+        elif (kind is list or kind is tuple) and a and type(a[0]) is not int:  # type: ignore[index]
+            for look in _looks(a):  # type: ignore[arg-type]
+                if look.dtype is not found:
+                    if found is not None or look.dtype not in _USUAL:
+                        return False
+                    found = look.dtype
     return True
 
 
-def _looks(items: Iterable[object]) -> Iterable[Meta]:
+def _looks(items: Iterable[object]) -> list[Meta]:
+    found: list[Meta] = []
     for a in items:
-        if isinstance(a, Meta):
-            yield a
-        elif type(a) in (list, tuple):
-            yield from _looks(a)  # type: ignore[arg-type]
+        kind = type(a)
+        if kind is Meta or kind is KnownMeta:
+            found.append(a)  # type: ignore[arg-type]
+        elif (kind is list or kind is tuple) and a and type(a[0]) is not int:  # type: ignore[index]
+            found += _looks(a)  # type: ignore[arg-type]
+    return found
 
 
 def _different_places(args: Sequence[object]) -> list[object]:

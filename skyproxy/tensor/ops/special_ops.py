@@ -66,6 +66,12 @@ def _parts_of(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: 
     return func.decompose(*args, **kwargs)
 
 
+@implements("aten::_has_compatible_shallow_copy_type")
+def _compare_kinds(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """PyTorch's own question, before a tensor takes over another's look: it makes no tensor, and changes none."""
+    return func._op_dk(_COMPOSITE, *args)
+
+
 @implements("aten::_assert_tensor_metadata", "aten::_print", "aten::_assert_scalar", "aten::resize", "aten::resize_as")
 def _run_here(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """PyTorch's own kernel, which is made of ops that come back to us, or needs no values at all.

@@ -74,9 +74,10 @@ def _transpose(a: Meta, dim0: int, dim1: int) -> RuleResult:
     first, second = _dim(a, dim0), _dim(a, dim1)
     if first is None or second is None:
         return None
-    order = list(range(len(a.size)))
-    order[first], order[second] = order[second], order[first]
-    return _permutation(a, order)
+    size, stride = [*a.size], [*a.stride]
+    size[first], size[second] = size[second], size[first]
+    stride[first], stride[second] = stride[second], stride[first]
+    return _view(a, tuple(size), tuple(stride), a.offset)
 
 
 @_rule("permute")
@@ -91,7 +92,8 @@ def _permute(a: Meta, dims: Sequence[int]) -> RuleResult:
 
 
 def _permutation(a: Meta, order: list[int]) -> RuleResult:
-    return _view(a, tuple(a.size[d] for d in order), tuple(a.stride[d] for d in order), a.offset)
+    size, stride = a.size, a.stride
+    return _view(a, tuple([size[d] for d in order]), tuple([stride[d] for d in order]), a.offset)
 
 
 @_rule("unsqueeze")

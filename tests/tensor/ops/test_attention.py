@@ -11,6 +11,9 @@ from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from skyproxy.tensor.core.torch_private import choose_attention
+from skyproxy.tensor.ops import attention as attention_module
+
 SHAPES = [(5, 8), (3, 5, 8), (1, 5, 8), (2, 3, 5, 8), (2, 2, 3, 5, 8)]
 MASKS = ["none", "two dimensions", "all dimensions", "numbers", "causal"]
 
@@ -209,3 +212,62 @@ def test_a_part_on_the_cpu_is_refused_in_pytorchs_words(place: int, sky1: str) -
     parts = [torch.ones(1, 1, 2, 2, device="cpu" if number == place else sky1) for number in range(3)]
     with pytest.raises(RuntimeError, match="to have the same device type"):
         scaled_dot_product_attention(*parts)
+
+
+LENGTHS = [(1, 1), (1, 7), (7, 1), (7, 7), (7, 9), (64, 513)]
+BACKENDS = [[SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION], [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]]
+KINDS = [(torch.float32, 0.0), (torch.float64, 0.0), (torch.bfloat16, 0.0), (torch.float32, 0.1), (torch.int64, 0.0)]
+
+
+def outcome(choose: Callable[..., Any], *arguments: object) -> int | str:
+    try:
+        return int(choose(*arguments))
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore")  # of why a kernel is not there
+@pytest.mark.parametrize("backends", BACKENDS, ids=str)
+@pytest.mark.parametrize(("dtype", "dropout"), KINDS, ids=str)
+def test_what_is_chosen_at_once_is_what_pytorch_chooses_for_these_very_sizes(
+    dtype: torch.dtype, dropout: float, backends: list[SDPBackend], sky: str
+) -> None:
+    with sdpa_kernel(backends):
+        enabled = SDPBackend.MATH in backends, SDPBackend.FLASH_ATTENTION in backends
+        for length, key_length in LENGTHS:
+            for batch, heads, width in ((1, 1, 1), (2, 3, 1), (1, 7, 7), (9, 1, 80), (3, 12, 300)):
+                for transposed, causal in ((False, False), (True, True)):
+                    sizes = [(batch, heads, n, width) for n in (length, key_length, key_length)]
+                    if transposed:
+                        made = [torch.empty(b, n, h, e, dtype=dtype).transpose(1, 2) for b, h, n, e in sizes]
+                    else:
+                        made = [torch.empty(size, dtype=dtype) for size in sizes]
+                    looks = [torch.empty_like(t, device=sky) for t in made]
+                    ours = outcome(attention_module._choose_at_once, *looks, dropout, causal, enabled)
+                    assert ours == outcome(choose_attention, *made, None, dropout, causal)
+
+
+def test_a_length_that_never_came_before_asks_pytorch_nothing(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, keys = torch.ones(1, 2, 1, 8, device=sky), torch.ones(1, 2, 300, 8, device=sky)
+    scaled_dot_product_attention(query, keys[:, :, :290], keys[:, :, :290])
+    monkeypatch.setattr(attention_module, "choose_attention", None)
+    for length in range(291, 300):
+        found = scaled_dot_product_attention(query, keys[:, :, :length], keys[:, :, :length]).sum().item()
+        assert found == pytest.approx(16)
+
+
+USUAL = (2, 3, 5, 8)
+UNUSUAL: dict[str, Callable[[str], list[torch.Tensor]]] = {
+    "other heads": lambda device: [torch.empty(n, device=device) for n in (USUAL, (2, 1, 5, 8), (2, 1, 5, 8))],
+    "other width": lambda device: [torch.empty(n, device=device) for n in (USUAL, USUAL, (2, 3, 5, 4))],
+    "nothing": lambda device: [torch.empty(n, device=device) for n in (USUAL, (2, 3, 0, 8), (2, 3, 0, 8))],
+    "columns": lambda device: [torch.empty(2, 3, 8, 5, device=device).mT, *2 * [torch.empty(USUAL, device=device)]],
+    "two dtypes": lambda device: [torch.empty(USUAL, device=device).double(), *2 * [torch.empty(USUAL, device=device)]],
+    "three dimensions": lambda device: [torch.empty(3, 5, 8, device=device)] * 3,
+    "the CPU's": lambda device: [torch.empty(USUAL, device=device), *2 * [torch.empty(USUAL)]],
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_inputs_are_not_chosen_for_at_once(kind: str, sky: str) -> None:
+    assert attention_module._choose_at_once(*UNUSUAL[kind](sky), 0.0, False, (True, True)) is None
