@@ -288,6 +288,12 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
         return ((b or 1) * c, c, 1)
     if rank == 2:
         return (size[1] or 1, 1)
+    if rank == 5:
+        _, b, c, d, e = size
+        e = e or 1
+        d = (d or 1) * e
+        c = (c or 1) * d
+        return ((b or 1) * c, c, d, e, 1)
     stride = [1] * rank
     running = 1
     for at in range(rank - 1, 0, -1):

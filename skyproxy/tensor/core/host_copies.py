@@ -67,10 +67,12 @@ _watched: deque[HostCopy] = deque()
 def _count(copy: HostCopy, copies: deque[HostCopy]) -> None:
     copies.append(copy)
     if len(copies) > _MOST_COPIES:
-        with contextlib.suppress(IndexError):  # another thread may have forgotten them all meanwhile
+        try:  # not `suppress`, which takes longer than all the rest, for each upload
             oldest = copies.popleft()
-            if copies is not _uploaded or not oldest.asked:
-                oldest.values = None
+        except IndexError:  # another thread has forgotten them all meanwhile
+            return
+        if copies is not _uploaded or not oldest.asked:
+            oldest.values = None
 
 
 def keep(handle: Handle, values: bytes, *, asked: bool = False) -> HostCopy | None:

@@ -315,10 +315,10 @@ def template_of(a: object, how: int, device: SkyDevice) -> object:
     if how not in _CONSTANTS and kind not in FIXED_TYPES:
         return commands.TENSOR if a is None and how == TENSOR else commands.VALUE
     if kind is torch.device and a.type == "sky":  # type: ignore[attr-defined]
-        a = device.worker_device
-    elif kind in _HASHED:
+        return _constant_template(device.worker_device)
+    if kind in _HASHED:
         return _constant_template(a)
-    elif kind is list and set(map(type, a)) == {bool}:  # type: ignore[call-overload]
+    if kind is list and set(map(type, a)) == {bool}:  # type: ignore[call-overload]
         return _constant_template(tuple(a))  # type: ignore[arg-type]
     return (commands.CONSTANT, *freeze(torch_codec.encode_constant(a)))
 

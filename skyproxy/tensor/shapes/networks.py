@@ -52,11 +52,14 @@ def whole_floats(*tensors: Meta) -> bool:
 
 
 def _look_of_one_dtype(*operands: Meta) -> Meta | None:
-    first = operands[0]
-    if not all(type(a) is Meta and a.dtype is first.dtype for a in operands) or first.dtype not in FLOATS:
+    dtype = operands[0].dtype
+    if dtype not in FLOATS:
         return None
+    for a in operands:
+        if type(a) is not Meta or a.dtype is not dtype:
+            return None
     found = elementwise(operands)
-    return None if found is None else plain_meta(found[0], first.dtype, found[1])
+    return None if found is None else plain_meta(found[0], dtype, found[1])
 
 
 def _elementwise_of_one_dtype(*operands: Meta) -> RuleResult:
@@ -341,7 +344,9 @@ def _group_norm(
     in_format = suggests_channels_last(x.size, x.stride) if fits else False
     fits = fits and x.stride == (channels_last_stride if in_format else contiguous_stride)(x.size)
     dtype = statistics_dtype(x, parts) if fits else None
-    if dtype is None or x.size[:2] != (n, c) or groups < 1 or c % groups or any(t.size != (c,) for t in parts):
+    if dtype is None or x.size[:2] != (n, c) or groups < 1 or c % groups:
+        return None
+    if parts and any(t.size != (c,) for t in parts):
         return None
     sums = fresh((n, groups), dtype)
     return [(plain_meta(x.size, x.dtype, x.stride), None), sums, sums]

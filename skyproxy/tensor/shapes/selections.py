@@ -54,16 +54,12 @@ def plain(*tensors: object) -> bool:
     return True
 
 
-def _are_in_order(*tensors: object) -> bool:
-    """Return whether all are tensors that are not empty and whose elements come in row-major order, be it with gaps."""
-    return all(
-        type(t) is Meta
-        and t.plain
-        and 0 not in t.size
-        and t.dtype in DTYPES
-        and all(s > 0 for s in t.stride)
-        and all(a >= b * n for a, b, n in zip(t.stride, t.stride[1:], t.size[1:], strict=False))
-        for t in tensors
+def _lies_in_order(x: Meta) -> bool:
+    """Return whether elements come in row-major order, be it with gaps; of a plain tensor that is not empty."""
+    if x.stride == contiguous_stride(x.size):
+        return True
+    return all(s > 0 for s in x.stride) and all(
+        a >= b * n for a, b, n in zip(x.stride, x.stride[1:], x.size[1:], strict=False)
     )
 
 
@@ -73,28 +69,39 @@ def axis_of(x: Meta, dim: int) -> int | None:
     return dim % rank if rank and type(dim) is int and -rank <= dim < rank else None
 
 
+_INTEGER = frozenset({int})
+
+
 def are_integers(values: Sequence[object]) -> bool:
     """Return whether it is a list of integers."""
-    return type(values) in (list, tuple) and all(type(n) is int for n in values)
+    return type(values) in (list, tuple) and _INTEGER.issuperset(map(type, values))
 
 
 # --- indexing --------------------------------------------------------------------------------------------------------
 
 
+_POSITIONS = frozenset({torch.int64, torch.int32})
+
+
 def _indexed_size(x: Meta, indices: Sequence[Meta | None]) -> Ints | None:
     """The size of `x[indices]` for tensors of integers among the indices; None where it is not that plain."""
-    given = [(at, index) for at, index in enumerate(indices) if index is not None]
-    if not given or len(indices) > len(x.size):
+    places: list[int] = []
+    sizes: list[Ints] = []
+    for at, index in enumerate(indices):
+        if index is not None:
+            if not plain(index) or index.dtype not in _POSITIONS:
+                return None
+            places.append(at)
+            sizes.append(index.size)
+    if not places or len(indices) > len(x.size):
         return None
-    if not all(plain(index) and index.dtype in (torch.int64, torch.int32) for _, index in given):
-        return None
-    size = broadcast_sizes([index.size for _, index in given])
+    size = broadcast_sizes(sizes)
     if size is None:
         return None
-    places = [at for at, _ in given]
-    rest = tuple(n for at, n in enumerate(x.size) if at not in places)
-    first = places[0] if places[-1] - places[0] == len(places) - 1 else 0
-    return (*rest[:first], *size, *rest[first:])
+    first, last = places[0], places[-1]
+    if last - first == len(places) - 1:
+        return (*x.size[:first], *size, *x.size[last + 1 :])
+    return (*size, *[n for at, n in enumerate(x.size) if at not in places])
 
 
 def _has_elements(x: Meta) -> bool:
@@ -105,7 +112,7 @@ def _has_elements(x: Meta) -> bool:
 @rule("index.Tensor")
 def _index(x: Meta, indices: Sequence[Meta | None]) -> RuleResult:
     size = _indexed_size(x, indices) if _has_elements(x) else None
-    if size is None or (_are_in_order(x) and are_row_major(*filter(None, indices))):
+    if size is None or (_lies_in_order(x) and are_row_major(*filter(None, indices))):
         return None if size is None else [fresh(size, x.dtype)]
     stride = indexed_stride(x, indices)
     return None if stride is None else [(plain_meta(size, x.dtype, stride), None)]

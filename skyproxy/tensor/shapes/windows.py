@@ -69,12 +69,13 @@ def _pooled_area(area: Ints, rank: int, rows: Sequence[Sequence[int]], ceil: boo
         ceil: whether the last window may begin inside and end outside; it does not begin in the padding behind.
     """
     steps = _steps_of(rank, True, *rows)
-    found = None if steps is None else _places(area, steps)
-    if not ceil or found is None or steps is None:
-        return found
-    found = ()
-    for at, (reach, step) in enumerate(steps):
-        n, pad = area[at], rows[2][at % len(rows[2])]
+    if not ceil or steps is None:
+        return None if steps is None else _places(area, steps)
+    found: Ints = ()
+    pads = rows[2] if len(rows[2]) == rank else [*rows[2]] * rank
+    for n, (reach, step), pad in zip(area, steps, pads):
+        if n < reach:
+            return None
         places = -((reach - n) // step) + 1
         found += (places - 1 if (places - 1) * step >= n + pad else places,)
     return found
@@ -99,6 +100,12 @@ def _results_in_format(x: Meta, size: Ints, *dtypes: torch.dtype) -> RuleResult:
     """Results in the format that `suggest_memory_format` reads from the input."""
     stride = (channels_last_stride if suggests_channels_last(x.size, x.stride) else contiguous_stride)(size)
     return [(plain_meta(size, dtype, stride), None) for dtype in dtypes]
+
+
+def _values_and_places(size: Ints, dtype: torch.dtype) -> RuleResult:
+    """Row-major results of pooling that tells where it found its values."""
+    stride = contiguous_stride(size)
+    return [(plain_meta(size, dtype, stride), None), (plain_meta(size, torch.int64, stride), None)]
 
 
 @rule("channel_shuffle native_channel_shuffle")
@@ -154,7 +161,7 @@ def _max_pool_of_volumes(
     ceil: bool = False,
 ) -> RuleResult:
     size = _pooled_volume(x, kernel, stride, padding, dilation, ceil)
-    return None if size is None else [fresh(size, x.dtype), fresh(size, torch.int64)]
+    return None if size is None else _values_and_places(size, x.dtype)
 
 
 @rule("avg_pool3d")
@@ -195,8 +202,7 @@ def _fractional_pool(x: Meta, kernel: Sequence[int], size: Sequence[int], sample
         return None
     if any(n + k - 1 > m for n, k, m in zip(size, kernel, x.size[-rank:], strict=True)):
         return None
-    pooled = (*x.size[:-rank], *size)
-    return [fresh(pooled, x.dtype), fresh(pooled, torch.int64)]
+    return _values_and_places((*x.size[:-rank], *size), x.dtype)
 
 
 @rule("fractional_max_pool2d_backward fractional_max_pool3d_backward")
