@@ -13,10 +13,12 @@ import torch
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
     DispatchKey,
+    count_dispatch_modes,
     function_transform_level,
     is_forward_ad_active,
     name_gradients,
 )
+from skyproxy.tensor.dispatch.hot_path import dispatch_remote
 from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 _op = torch.ops.aten.native_group_norm.default
@@ -98,9 +100,23 @@ def _differentiable_gradients(ctx: _Context, gradient: torch.Tensor) -> list[tor
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
 
 
+def _is_differentiated(*tensors: object) -> bool:
+    """Return whether PyTorch's autograd, or a mode, has to hear of an operation on these, some of which may be None."""
+    if count_dispatch_modes() or is_forward_ad_active():
+        return True
+    wants = torch.is_grad_enabled()
+    return any(t is not None and (type(t) is not RemoteTensor or (wants and t.requires_grad)) for t in tensors)
+
+
 def group_norm(x: torch.Tensor, weight: object, bias: object, *numbers: object) -> Tensors:
     """`aten::native_group_norm` where gradients may be wanted; see there."""
-    if type(x) is not RemoteTensor or not torch.is_grad_enabled() or function_transform_level() is not None:
+    if type(x) is not RemoteTensor or function_transform_level() is not None:
+        return _stock(x, weight, bias, *numbers)
+    if not _is_differentiated(x, weight, bias):
+        args = x, weight, bias, *numbers
+        found: Tensors = dispatch_remote(None, _op, (), args)  # type: ignore[assignment]  # what that op gives
+        return found
+    if not torch.is_grad_enabled():
         return _stock(x, weight, bias, *numbers)
     meta = x._sky.meta
     if x._sky.device.place[0] != "cpu" or not suggests_channels_last(meta.size, meta.stride):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skyproxy.tensor.ops import group_norm as group_norm_module
 
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 NORMS: dict[str, Norm] = {
@@ -45,3 +50,39 @@ def test_norms_of_mixed_dtypes_are_those_of_the_cpu(
             assert a.dtype is b.dtype
             assert a.stride() == b.stride()
             assert torch.equal(a, b)
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_group_norm_without_gradients_goes_through_autograd_only_where_somebody_listens(
+    sky: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[object] = []
+    stock = group_norm_module._stock
+    monkeypatch.setattr(group_norm_module, "_stock", lambda *args: (passed.append(args[0]), stock(*args))[1])
+    x, weight = torch.randn(2, 4, 3, 3), torch.ones(4, requires_grad=True)
+    ours, our_weight = x.to(sky), weight.detach().to(sky).requires_grad_()
+    assert torch.equal(F.group_norm(ours, 2).cpu(), F.group_norm(x, 2))
+    with torch.no_grad():
+        assert torch.equal(F.group_norm(ours, 2, our_weight).cpu(), F.group_norm(x, 2, weight))
+    assert passed == []
+    F.group_norm(ours, 2, our_weight).square().sum().backward()
+    F.group_norm(x, 2, weight).square().sum().backward()
+    assert torch.equal(our_weight.grad.cpu(), weight.grad)
+    assert len(passed) == 1
+    with Names() as names:
+        F.group_norm(ours, 2)
+    assert "aten::native_group_norm" in names.seen
+    with forward_ad.dual_level():
+        tangents = [
+            forward_ad.unpack_dual(F.group_norm(forward_ad.make_dual(t, torch.ones_like(t)), 2)).tangent
+            for t in (ours, x)
+        ]
+    assert torch.allclose(tangents[0].cpu(), tangents[1], atol=1e-6)
