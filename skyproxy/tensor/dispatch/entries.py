@@ -70,6 +70,8 @@ class Entry:
         shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
         output_templates: how each result is kept, see `protocol.commands`.
         is_guessed: whether kernels without values told of it, which let pass much that others refuse.
+        may_overlap: whether the fast path looks where the memory of its tensors lies, see `overlaps`, before it takes
+            what would else be `simple` or `nothing`.
         made: what the fresh tensors look like, then those that were written; the worker checks it the first time.
     """
 
@@ -79,6 +81,7 @@ class Entry:
         "changed",
         "is_guessed",
         "listed",
+        "may_overlap",
         "meta",
         "nothing",
         "number",
@@ -93,7 +96,7 @@ class Entry:
         self._made: Sequence[Meta] | None = ()
         self.changed = changed
         self.number = 0
-        self.simple = self.nothing = self.shares_first = self.is_guessed = False
+        self.simple = self.nothing = self.shares_first = self.is_guessed = self.may_overlap = False
         self.meta: Meta | None = None
         self.several: Sequence[Look] | None = None
         self.listed: list[tuple[Meta, int | None]] | None = None
@@ -175,6 +178,11 @@ class Entry:
         entry = Entry((output,), [(0, meta)])
         entry.output_templates, entry._made = _IGNORED, (meta,)
         return entry
+
+    def guard(self) -> None:
+        """Have the fast path look where the memory of its tensors lies, each time."""
+        if (self.simple and self.meta is None) or self.nothing:
+            self.simple, self.nothing, self.may_overlap = False, False, True
 
     def settle(self, call: BoundCall) -> Entry:
         """Fills in what follows from outputs and changes."""

@@ -17,6 +17,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN
 from skyproxy.tensor.dispatch.entries import Entry, expectation
+from skyproxy.tensor.dispatch.kernel_trials import EVERY_NUMBER, check_number
 from skyproxy.tensor.dispatch.known_results import know_filled
 from skyproxy.tensor.dispatch.op_info import FIXED_TYPES, NUMBER, SCALAR, OpInfo
 from skyproxy.tensor.dispatch.recording import learn, record
@@ -24,6 +25,8 @@ from skyproxy.tensor.dispatch.recording import learn, record
 _getframe = sys._getframe
 _make_wrapper = make_wrapper_subclass
 _record_lines = SETTINGS.record_lines
+_LARGE = 3e38
+"""Numbers below this one, float32 holds."""
 _PLAIN_NUMBERS = frozenset({int, float, bool, type(None)})
 
 
@@ -44,6 +47,8 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         elif how == NUMBER:
             key.append(a if kind is int else (kind, a))
         elif how == SCALAR:
+            if kwargs.get("dtype") not in EVERY_NUMBER or (kind is float and not -_LARGE < a < _LARGE):
+                check_number(info, args, kwargs)
             key.append(kind)
         else:
             return record(info, func, args, kwargs)

@@ -27,6 +27,7 @@ from skyproxy.tensor.dispatch.binding import is_host_number, number_of
 from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
+from skyproxy.tensor.dispatch.overlaps import overlaps
 from skyproxy.tensor.dispatch.recording import count_changes, learn, record
 from skyproxy.torch_codec import DTYPE_NAMES
 
@@ -287,6 +288,10 @@ def dispatch_remote(
         owner = (root.root or root) if entry.shares_first else None
         result = listed = new_tensors(device, entry.listed, owner)
         wire.append([made._sky.slot for made in listed])  # type: ignore[union-attr]  # none of them is None
+    elif entry.may_overlap and not overlaps(info, args, kwargs or {}):
+        result = args[0] if info.returns else None
+        if info.for_each:
+            count_changes(args[0])
     else:
         return record(info, func, args, kwargs or {})
     stream = recorder.stream

@@ -138,7 +138,8 @@ def _outgrows_target(call: BoundCall) -> bool:
     """Return whether operands do not fit into the changed tensor, or it overlaps itself: only the worker refuses."""
     if call.info.reshapes or call.info.writes != call.info.names[:1]:
         return False
-    if not call.info.for_each and call.tensors and is_written_twice(call.tensors[0]._sky.meta):
+    written = call.args[0] if call.info.for_each else call.tensors[:1]
+    if any(is_written_twice(target._sky.meta) for target in written if type(target) is RemoteTensor):
         return True  # kernels refuse that, those without values do not
     rows = zip(*(a for a in call.args if type(a) in (list, tuple))) if call.info.for_each else [call.tensors]
     sizes = ([a.shape for a in row if isinstance(a, torch.Tensor)] for row in rows)

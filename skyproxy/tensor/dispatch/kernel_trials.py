@@ -16,7 +16,12 @@ import torch
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta
-from skyproxy.tensor.core.torch_private import DisableTorchFunction, count_dispatch_modes, function_transform_level
+from skyproxy.tensor.core.torch_private import (
+    DisableTorchFunction,
+    count_dispatch_modes,
+    disable_current_modes,
+    function_transform_level,
+)
 from skyproxy.tensor.dispatch.op_info import GENERATOR, OpInfo
 
 _MOST_ELEMENTS = 1 << 12
@@ -62,7 +67,7 @@ def takes_dtypes(
         return True
     if count_dispatch_modes() or function_transform_level() is not None:
         return True
-    if not any(_runs(info, args, kwargs, value, is_small) for value in (0, 1)):  # ones for what divides
+    if not any(_runs(info, args, kwargs, value, is_small) for value in info.trial_values):
         return False
     if is_guessed:
         return True
@@ -154,4 +159,20 @@ def _runs(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], value: i
     return True
 
 
-__all__ = ["takes_dtypes"]
+def check_number(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any]) -> None:
+    """Refuse a number that the tensor which is filled with it cannot hold: `x[0] = number` makes one of it, too.
+
+    Raises:
+        RuntimeError: the dtype has no such number; in PyTorch's words.
+    """
+    if info.name in _FILLING and kwargs.get("dtype") is not None:
+        *sizes, value = args
+        with disable_current_modes(), DisableTorchFunction():
+            info.func(*([] for _ in sizes), value, dtype=kwargs["dtype"], device="cpu")
+
+
+_FILLING = frozenset({"aten::full", "aten::scalar_tensor"})
+EVERY_NUMBER = frozenset({torch.float32, torch.float64, None})
+"""Dtypes of tensors that are filled with any number but the largest, or as the number is."""
+
+__all__ = ["EVERY_NUMBER", "check_number", "takes_dtypes"]

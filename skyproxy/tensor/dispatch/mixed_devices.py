@@ -7,6 +7,9 @@ on fewer tensors each, and those that take one of their tensors for a number.
 
 from __future__ import annotations
 
+import torch
+
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import DispatchKey, OpOverload
 from skyproxy.tensor.core.transfers import download
@@ -80,4 +83,16 @@ def _with_number_here(
     return (*args[:position], fetched, *args[position + 1 :]), kwargs, True
 
 
-__all__ = ["MixedDevicesError", "mixed_devices_error", "run_across_devices"]
+def example_on(asked: torch.device, info: OpInfo, tensor: RemoteTensor) -> torch.Tensor:
+    """For `zeros_like(x, device=...)` and `x.new_zeros(..., device=...)`: what looks like x, on that device."""
+    meta, own = tensor._sky.meta, tensor._sky.device
+    index = DEVICES.current if asked.index is None else asked.index  # type: ignore[redundant-expr]
+    name = info.name.partition(".")[0]
+    if (asked.type == "sky" and index == own.index) or meta.layout is not torch.strided:
+        return tensor
+    if not (name.endswith("_like") or name.startswith("aten::new_")):
+        return tensor
+    return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=asked)
+
+
+__all__ = ["MixedDevicesError", "example_on", "mixed_devices_error", "run_across_devices"]

@@ -208,11 +208,24 @@ _TRIED = frozenset(
         "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d",
         "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact3d max_pool1d reflection_pad3d",
         "replication_pad3d _standard_gamma poisson random searchsorted fill full full_like masked_fill new_full",
+        "scalar_tensor",
     )
     for name in words.split()
 )
 """Ops that compute no element for itself alone and may run here on numbers that mean nothing: no value leads their
 kernels out of their operands, and they do nothing else than compute. What warns is not here: it would warn twice."""
+_TRIED_WITH = {
+    "aten::fractional_max_pool2d": (0,),
+    "aten::fractional_max_pool3d": (0,),
+    "aten::linalg_ldl_solve": (1,),
+    "aten::linalg_lu_solve": (1,),
+    "aten::max_pool2d_with_indices_backward": (0,),
+    "aten::max_pool3d_with_indices_backward": (0,),
+}
+"""More of them, with the only value that does not lead their kernels out of their operands: pivots count from one, and
+positions in a window from zero."""
+_TRIAL_VALUES = (0, 1)
+"""Values that others are tried with: ones for what divides."""
 _DRAWS_FLOATS = frozenset("aten::" + name for name in ("rand", "rand_like", "randn", "randn_like"))
 """Ops that draw numbers of floating point for their results, and refuse to for others."""
 
@@ -261,6 +274,7 @@ class OpInfo:
         columns: whether its results for each place of its lists look as if that place came alone.
         is_pointwise: whether it computes each element for itself.
         is_tried: whether its kernel may run here, to see whether it takes some dtypes, see `kernel_trials`.
+        trial_values: the values of the operands of such trials; one that goes well is enough.
         draws_floats: whether it makes random numbers, which whole numbers are not drawn as.
         takes_whole_numbers: whether it takes positions or bits, so that floating point may be a mistake.
         is_matmul: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
@@ -301,6 +315,7 @@ class OpInfo:
         "takes_meta",
         "takes_one_dtype",
         "takes_whole_numbers",
+        "trial_values",
         "turned",
         "unfilled",
         "writes",
@@ -362,6 +377,7 @@ class OpInfo:
         self.is_matmul = self.name in ("aten::linear", "aten::matmul")
         self.is_pointwise = torch.Tag.pointwise in func.tags
         self.is_tried = _may_be_tried(self.name, func, draws=GENERATOR in self.kinds)
+        self.trial_values = _TRIED_WITH.get(packet, _TRIAL_VALUES)
         self.takes_whole_numbers = self.name.startswith(_TAKE_WHOLE_NUMBERS) or "shift" in self.name
         self.followed = self.name in _FOLLOWED
         knows = not self.asks_worker_for_shape or packet in _FAKED_WRONGLY  # there, a rule is better than fake kernels
@@ -433,11 +449,12 @@ def _may_be_tried(name: str, func: OpOverload, draws: bool) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags and not draws:
         return False
-    if name.startswith("aten::_foreach_"):
-        return not name.startswith("aten::_foreach_addc") or not name.endswith(
-            ".Tensor"
-        )  # a tensor of a number a place
-    return (torch.Tag.pointwise in func.tags and not draws) or name.partition(".")[0].removesuffix("_") in _TRIED
+    if name.startswith("aten::_foreach_"):  # but for a tensor of numbers, one a place
+        return not name.startswith("aten::_foreach_addc") or not name.endswith(".Tensor")
+    packet = name.partition(".")[0]
+    return (
+        (torch.Tag.pointwise in func.tags and not draws) or packet.removesuffix("_") in _TRIED or packet in _TRIED_WITH
+    )
 
 
 def _rule_of_view(func: OpOverload) -> Rule | None:

@@ -18,7 +18,7 @@ from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core import host_copies, known_values
-from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
+from skyproxy.tensor.core.devices import Handle, SkyDevice
 from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta, meta_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class, make_tensor, make_view, set_metadata
@@ -26,11 +26,12 @@ from skyproxy.tensor.core.torch_private import OpOverload, TensorBase
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
 from skyproxy.tensor.dispatch.binding import SYMBOLS, BoundCall, refuse_to_pin, template_of
-from skyproxy.tensor.dispatch.capture import check_reshaped
+from skyproxy.tensor.dispatch.capture import check_reshaped, is_capturing
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
 from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
-from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, run_across_devices
+from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, example_on, run_across_devices
 from skyproxy.tensor.dispatch.op_info import NUMBER, SCALAR, TENSORS, OpInfo, info_of
+from skyproxy.tensor.dispatch.overlaps import may_overlap, overlaps
 
 _infers = torch.is_inference_mode_enabled
 _is_of_inference = TensorBase.is_inference
@@ -58,7 +59,7 @@ def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     if any(map(is_wrapper_class, kinds)):
         return NotImplemented  # its own dispatch comes next
     if kwargs.get("device") is not None and args and type(args[0]) is RemoteTensor:
-        args = (_example_on(kwargs["device"], info, args[0]), *args[1:])
+        args = (example_on(kwargs["device"], info, args[0]), *args[1:])
         if type(args[0]) is not RemoteTensor:
             return func(*args, **kwargs)
     try:
@@ -71,18 +72,6 @@ def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     if call.elements:
         known_values.restore(call.elements)
     return result
-
-
-def _example_on(asked: torch.device, info: OpInfo, tensor: RemoteTensor) -> torch.Tensor:
-    """For `zeros_like(x, device=...)` and `x.new_zeros(..., device=...)`: what looks like x, on that device."""
-    meta, own = tensor._sky.meta, tensor._sky.device
-    index = DEVICES.current if asked.index is None else asked.index  # type: ignore[redundant-expr]
-    name = info.name.partition(".")[0]
-    if (asked.type == "sky" and index == own.index) or meta.layout is not torch.strided:
-        return tensor
-    if not (name.endswith("_like") or name.startswith("aten::new_")):
-        return tensor
-    return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=asked)
 
 
 def count_changes(tensors: list[torch.Tensor]) -> None:
@@ -128,8 +117,12 @@ def run(call: BoundCall) -> Any:
         if asks or not takes_dtypes(call.info, looks, named, entry.made, is_guessed=entry.is_guessed):
             return ask(call, key)
         entry.number = _signature(call, entry)
+        if call.info.writes and may_overlap(call.info, looks, named):
+            entry.guard()
         device.remember(key, entry)
         expected = bool(entry.made)
+    if call.info.writes and overlaps(call.info, call.args, call.kwargs) and not is_capturing():
+        return ask(call)  # most kernels refuse that
     if entry.changed:
         check_reshaped([call.tensors[position]._sky for position, _ in entry.changed])
         # Sent each time: even if the op fails, the worker learns what the tensors look like from now on.
@@ -261,6 +254,8 @@ def learn(
             return None
     if entry.shares_first and _infers() != args[0].is_inference():
         return None
+    if info.writes and may_overlap(info, looks, named):
+        entry.guard()
     entry.number = _number_of(device, info.name, tuple(templates), tuple(keywords), tuple(entry.output_templates))
     device.misses += 1
     device.remember(key, entry)
@@ -433,6 +428,8 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     ):
         entry = Entry(outputs, changed).settle(call)
         entry.number = _signature(call, entry)
+        if info.writes and may_overlap(info, *inference.looks_of(call)):
+            entry.guard()
         device.remember(key, entry)
     if len(results) == 1:
         return results[0]

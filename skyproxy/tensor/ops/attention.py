@@ -18,6 +18,7 @@ from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
+    DisableTorchFunction,
     FakeTensor,
     FunctionalTensor,
     OpOverload,
@@ -172,13 +173,16 @@ def _hint(n: int | torch.SymInt) -> int:
     return n.node.hint if isinstance(n, torch.SymInt) else n
 
 
-def _check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def _check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Refuse what PyTorch refuses before it chooses a kernel, in its words: some kernels would take it."""
-    if not query.dtype is key.dtype is value.dtype:
-        raise RuntimeError(
-            f"Expected query, key, and value to have the same dtype, but got query.dtype: {query.dtype} key.dtype: "
-            f"{key.dtype} and value.dtype: {value.dtype} instead."
+    dtypes = [t.dtype for t in (query, key, value)]
+    of_mask = None if mask is None else mask.dtype
+    if len(set(dtypes)) > 1 or of_mask not in (None, torch.bool, torch.float32, query.dtype):
+        q, k, v, *masks = (
+            torch.empty((1, 1, 1, 1), dtype=dtype, device="cpu") for dtype in (*dtypes, of_mask) if dtype
         )
+        with disable_current_modes(), DisableTorchFunction():
+            aten.scaled_dot_product_attention(q, k, v, *masks)  # raises
     if not query.device == key.device == value.device:
         raise RuntimeError(
             f"Expected query, key, and value to have the same device type, but got query.device: {query.device} "
@@ -212,7 +216,7 @@ def attention(
                 else _flash(query, key, value, dropout_p, is_causal, scale=scale)
             )[0]
             return usual
-    _check_inputs(query, key, value)
+    _check_inputs(query, key, value, attn_mask)
     mask = attn_mask
     device = DEVICES.of(query.device)
     inputs = (query, key, value) if mask is None else (query, key, value, mask)

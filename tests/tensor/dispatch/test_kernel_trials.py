@@ -76,6 +76,34 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "the largest of complex numbers in a list": lambda x, i: torch._foreach_max([x + 1j]),
     "a norm of integers in a list": lambda x, i: torch._foreach_norm([x, i]),
     "integers on a way in a list": lambda x, i: torch._foreach_lerp([x, i], [x, i], [0.5, 0.5]),
+    "a list of integers times a fraction": lambda x, i: torch._foreach_mul_([i], 1.5),
+    "a list of integers times fractions": lambda x, i: torch._foreach_mul_([i, i], [1, 1.5]),
+    "lists of integers and of fractions": lambda x, i: torch._foreach_mul_([x, i, i], [x, i, x]),
+    "a list of integers times one fraction": lambda x, i: torch._foreach_mul_([i], x.sum()),
+    "a list of integers and a factor": lambda x, i: torch._foreach_add_([i], [i], alpha=1.5),
+    "a list of integers between others": lambda x, i: torch._foreach_lerp([i], [i], 0.5),
+    "a list of integers that fractions change": lambda x, i: torch._foreach_addcmul_([i], [x], [x]),
+    "the larger one of complex numbers in lists": lambda x, i: torch._foreach_maximum([x + 1j], [x + 1j]),
+    "norms of a list of integers": lambda x, i: torch._foreach_norm([i, i]),
+    "fractions of a list of integers": lambda x, i: torch._foreach_frac([i.new_ones(100, 100)]),
+    "an expanded tensor in a list": lambda x, i: torch._foreach_add_([x[:1].expand(3)], 1),
+    "steps of two precisions": lambda x, i: torch.heaviside(x, x.half()),
+    "factors of halves": lambda x, i: torch.linalg.lu_solve(x.half().expand(3, 3), i.int() + 1, x.half().expand(3, 3)),
+    "factors of symmetric halves": lambda x, i: torch.linalg.ldl_solve(
+        x.half().expand(3, 3), i.int() + 1, x.half().expand(3, 3)
+    ),
+    "a mask of integers for attention": lambda x, i: F.scaled_dot_product_attention(
+        *[x.expand(1, 2, 4, 3)] * 3, attn_mask=i.new_ones(4, 4)
+    ),
+    "a mask of bytes for attention in three dimensions": lambda x, i: F.scaled_dot_product_attention(
+        *[x.expand(2, 4, 3)] * 3, attn_mask=i.new_ones(4, 4).to(torch.uint8)
+    ),
+    "a mask of halves for attention": lambda x, i: F.scaled_dot_product_attention(
+        *[x.expand(1, 2, 4, 3)] * 3, attn_mask=x.new_ones(4, 4).half()
+    ),
+    "attention of two precisions": lambda x, i: F.scaled_dot_product_attention(
+        x.expand(1, 2, 4, 3), x.half().expand(1, 2, 4, 3), x.expand(1, 2, 4, 3)
+    ),
     "windows of integers": lambda x, i: F.unfold(i.reshape(1, 1, 1, 3), 1),
 }
 
@@ -141,8 +169,8 @@ def test_a_trial_draws_no_random_numbers_of_the_program(sky: str) -> None:
 @pytest.mark.parametrize(
     "op",
     [
-        torch.ops.aten.linalg_lu_solve.default,
-        torch.ops.aten.linalg_ldl_solve.default,
+        torch.ops.aten.lu_unpack.default,
+        torch.ops.aten.max_unpool2d.default,
         torch.ops.aten._convert_indices_from_csr_to_coo.default,
         torch.ops.aten.native_dropout.default,
         torch.ops.aten.randn_like.default,

@@ -37,6 +37,30 @@ def test_a_number_that_a_kernel_refuses_is_refused_at_its_line(name: str, sky: s
     torch.sky.synchronize()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("value", [True, 3, 300, -300, 0.5, 1e9, 1e50, float("inf"), float("nan"), 1j], ids=str)
+def test_a_number_is_put_where_the_dtype_has_it_and_refused_at_its_line_elsewhere(
+    dtype: torch.dtype, value: complex, sky: str, sky1: str
+) -> None:
+    here, chosen = torch.zeros(3, dtype=dtype), torch.tensor([False, True, False])
+    refused = None
+    try:
+        here[0] = value
+    except RuntimeError as error:
+        refused = str(error)
+    for device in (sky, sky1):
+        there = torch.zeros(3, dtype=dtype, device=device)
+        for at in (0, slice(0, 1), chosen.to(device), chosen.to(device).nonzero()[0]):
+            if refused is None:
+                there[at] = value
+                continue
+            with pytest.raises(RuntimeError) as found:
+                there[at] = value
+            assert str(found.value).splitlines()[0] == refused.splitlines()[0]
+        torch.sky.synchronize()
+        assert torch.equal(there[:1].cpu(), here[:1]) or value != value
+
+
 def test_checks_draw_no_random_numbers_of_the_program_and_wait_for_nothing(sky: str) -> None:
     torch.manual_seed(1)
     expected = torch.rand(2)
