@@ -39,6 +39,7 @@ def activate() -> None:
             products,
             recurrent,
             set_storage,  # noqa: F401
+            sparse_tensors,  # noqa: F401
             special_ops,
             zero_tensors,
         )

@@ -39,6 +39,8 @@ _MOST_READ_AHEAD = 1 << 13
 """Storages up to this size are read whole when one number is asked for."""
 _MOST_COPIES = 64
 """Copies of each kind that live at a time; the oldest goes."""
+_MOST_WATCHED = 1024
+"""The same of storages whose bytes are not known: a step with sparse gradients makes eight for each parameter."""
 _MOST_SIZED = 16
 """Results whose sizes are known by one storage's values."""
 
@@ -66,7 +68,7 @@ _watched: deque[HostCopy] = deque()
 
 def _count(copy: HostCopy, copies: deque[HostCopy]) -> None:
     copies.append(copy)
-    if len(copies) > _MOST_COPIES:
+    if len(copies) > (_MOST_WATCHED if copies is _watched else _MOST_COPIES):
         try:  # not `suppress`, which takes longer than all the rest, for each upload
             oldest = copies.popleft()
         except IndexError:  # another thread has forgotten them all meanwhile
@@ -97,10 +99,10 @@ def keep(handle: Handle, values: bytes, *, asked: bool = False) -> HostCopy | No
     return copy
 
 
-def sized_by(handle: Handle) -> dict[object, object] | None:
-    """Return where to keep what depends on a tensor's values, until something writes to its storage; None: nowhere.
+def watch(handle: Handle) -> HostCopy | None:
+    """Return what is known of a tensor's storage: the same object until something writes to that; None: nobody notes.
 
-    To be asked for before the worker is: then whatever another thread writes meanwhile forgets the answer, too.
+    To be asked for before the worker is: then whatever another thread writes meanwhile is noted, too.
     """
     found = _current(handle)
     if found is None:
@@ -112,10 +114,17 @@ def sized_by(handle: Handle) -> dict[object, object] | None:
         owner.__class__ = made
         copy.asked = True
         _count(copy, _watched)
-    else:
-        copy = found[0]
-        if not copy.asked:
-            _note_ask(copy)
+        return copy
+    if not found[0].asked:
+        _note_ask(found[0])
+    return found[0]
+
+
+def sized_by(handle: Handle) -> dict[object, object] | None:
+    """Return where to keep what depends on a tensor's values, until something writes to its storage; None: nowhere."""
+    copy = watch(handle)
+    if copy is None:
+        return None
     if copy.sized is None or len(copy.sized) >= _MOST_SIZED:
         copy.sized = {}
     return copy.sized
@@ -302,4 +311,5 @@ __all__ = [
     "readable",
     "sized_by",
     "values_of",
+    "watch",
 ]

@@ -158,6 +158,10 @@ def make_view(meta: Meta, handle: Handle, base: torch.Tensor) -> RemoteTensor:
 def set_metadata(tensor: RemoteTensor, meta: Meta) -> None:
     """Makes a tensor look otherwise after an operation that changed it in place; identity and version stay."""
     handle = tensor._sky
+    owner = handle.root or handle
+    if owner.copied and owner.copy.final:
+        # It may be the very tensor that a sparse one has for a part, whose look is known as that one's.
+        handle.device.recorder.hidden_writes += 1
     note_change(handle, meta)
     handle.meta = meta
     adopt(tensor, handle)

@@ -331,3 +331,26 @@ _HASHED = FIXED_TYPES | {type(None), bool, int}
 @functools.lru_cache(1024, typed=True)
 def _constant_template(constant: object) -> tuple[object, ...]:
     return (commands.CONSTANT, *freeze(torch_codec.encode_constant(constant)))
+
+
+def number_of_signature(
+    device: SkyDevice,
+    name: str,
+    arguments: tuple[object, ...],
+    keywords: tuple[tuple[str, object], ...],
+    outputs: tuple[object, ...],
+) -> int:
+    """The number on the wire of an op whose arguments and results travel in these forms."""
+    structure = (name, arguments, keywords, outputs)
+    number = device.session.known_signature(structure)
+    if number is not None:
+        return number
+    return device.session.signature(
+        structure,
+        lambda: [name, [_as_lists(t) for t in arguments], {key: _as_lists(t) for key, t in keywords}, list(outputs)],
+        commands.operand_count((*arguments, *(template for _, template in keywords), *outputs)),
+    )
+
+
+def _as_lists(template: object) -> object:
+    return [_as_lists(item) for item in template] if isinstance(template, tuple) else template

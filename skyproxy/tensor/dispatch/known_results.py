@@ -13,12 +13,21 @@ import torch
 
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.recorder import Recorder
-from skyproxy.tensor.core.host_copies import escape, forget_uploads, forget_written, keep_values, sized_by, values_of
+from skyproxy.tensor.core.host_copies import (
+    escape,
+    forget_uploads,
+    forget_written,
+    keep_values,
+    sized_by,
+    values_of,
+    watch,
+)
 from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 from skyproxy.tensor.dispatch.entries import Entry, gives_parts, written_tensors
 from skyproxy.tensor.dispatch.inference import MASKS
+from skyproxy.tensor.dispatch.sparse_parts import SPARSE, note_parts, resizes_parts
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
@@ -124,8 +133,8 @@ def nonzero(call: BoundCall) -> torch.Tensor | None:
     return values.nonzero() if values is not None else None
 
 
-def sized_by_values(call: BoundCall) -> dict[object, object] | None:
-    """Return where to keep what a result looks like whose size only one tensor's values decide, while those stay."""
+def sized_by_values(call: BoundCall) -> tuple[dict[object, object], object] | None:
+    """Return where to keep, and under what, how a result looks whose size only masks decide, while those stay."""
     if call.has_values:
         return None
     name, tensors = call.info.name, call.tensors
@@ -133,9 +142,11 @@ def sized_by_values(call: BoundCall) -> dict[object, object] | None:
         deciding = [tensor for tensor in tensors[1:] if tensor.dtype in MASKS]
     else:
         deciding = {"aten::nonzero": tensors, "aten::masked_select": tensors[1:]}.get(name, [])
-    if len(deciding) != 1 or deciding[0]._sky.meta.layout is not torch.strided:
+    if not deciding or any(tensor._sky.meta.layout is not torch.strided for tensor in deciding):
         return None
-    return sized_by(deciding[0]._sky)
+    sizes = sized_by(deciding[0]._sky)
+    others = tuple(watch(tensor._sky) for tensor in deciding[1:])  # others, as soon as something has written to them
+    return None if sizes is None or None in others else (sizes, (*call.key, others))
 
 
 def forget_written_by(call: BoundCall) -> None:
@@ -144,6 +155,10 @@ def forget_written_by(call: BoundCall) -> None:
     if any((handle.root or handle).copied for handle in handles):
         unsaid = not call.info.writes
         forget_written(handles if unsaid else [handles[number] for number in written_tensors(call)])
+    if any(handle.meta.layout is not torch.strided for handle in handles) and any(
+        resizes_parts(call, call.tensors[number]) for number in written_tensors(call)
+    ):
+        call.device.recorder.hidden_writes += 1
 
 
 def forget_lists(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
@@ -160,15 +175,20 @@ def forget_lists(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
 
 def lend_memory(call: BoundCall) -> None:
-    """Note that a result may lie in its arguments' memory, which it does not name: sparse and nested tensors may."""
+    """Note that a result may lie in its arguments' memory, which it does not name: sparse and nested tensors may.
+
+    Of sparse tensors nothing is known that depends on what is in that memory.
+    """
     for tensor in call.tensors:
-        escape(tensor._sky)
+        if tensor._sky.meta.layout not in SPARSE:
+            escape(tensor._sky)
 
 
 def note_memory(call: BoundCall, result: Handle) -> None:
     """Note where a result that names none of its arguments may lie in their memory, or they in its own."""
     if result.meta.layout is not torch.strided:
         lend_memory(call)
+        note_parts(call, result)
     elif gives_parts(call):
         escape(result)
 

@@ -25,7 +25,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class, m
 from skyproxy.tensor.core.torch_private import OpOverload, TensorBase
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
-from skyproxy.tensor.dispatch.binding import SYMBOLS, BoundCall, refuse_to_pin, template_of
+from skyproxy.tensor.dispatch.binding import SYMBOLS, BoundCall, number_of_signature, refuse_to_pin, template_of
 from skyproxy.tensor.dispatch.capture import check_reshaped, is_capturing
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
 from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
@@ -44,8 +44,6 @@ _MANY_TENSORS = 50_000
 """Operations that take and give more tensors than this begin a batch."""
 _MOST_TENSORS = 250_000
 """Tensors that one operation takes and gives: three lists describe each, of the million in a message."""
-Templates = tuple[object, ...]
-Keywords = tuple[tuple[str, object], ...]
 
 
 def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -107,9 +105,9 @@ def run(call: BoundCall) -> Any:
             positions = known_results.nonzero(call)
             if positions is not None:
                 return _finish_known(call, positions)
-            sizes = known_results.sized_by_values(call)
-            if sizes is not None:
-                return _finish_sized(call, key, sizes)
+            sized = known_results.sized_by_values(call)
+            if sized is not None:
+                return _finish_sized(call, *sized)
             # What is written may be resized by values that no fake tensor has.
             return ask(call, key if call.info.asks_worker_for_shape and not call.info.writes else None)
         asks = filled is None and inference.depends_on_kind(call)
@@ -157,12 +155,11 @@ def _run_in_parts(call: BoundCall, count: int) -> list[RemoteTensor]:
     return parts
 
 
-def record_as(call: BoundCall, looks: Sequence[Meta | None]) -> list[RemoteTensor | None]:
-    """Records a call whose results are known to look so; the worker does not check it. None: that result is None."""
-    entry = Entry([Output(meta) for meta in looks])
-    entry.output_templates = [output.template for output in entry.outputs]
+def record_as(call: BoundCall, looks: Sequence[Meta | None], expected: bool = False) -> list[RemoteTensor | None]:
+    """Records a call whose results are known to look so; the worker checks it if `expected`. None: it is None."""
+    entry = Entry([Output(meta) for meta in looks]).settle(call)
     entry.number = _signature(call, entry)
-    results = _finish(call, entry, expected=False)
+    results = _finish(call, entry, expected)
     return list(results) if len(looks) > 1 else [results]
 
 
@@ -176,8 +173,8 @@ def _finish_known(call: BoundCall, values: torch.Tensor) -> RemoteTensor:
     return result
 
 
-def _finish_sized(call: BoundCall, key: object, sizes: dict[object, object]) -> object:
-    """Record a call whose result's size depends on values. `sizes` tells what such results look like."""
+def _finish_sized(call: BoundCall, sizes: dict[object, object], key: object) -> object:
+    """Record a call whose result's size depends on values. `sizes` tells what such results look like, under `key`."""
     known = sizes.get(key)
     if type(known) is Entry:
         return _finish(call, known, expected=True)
@@ -256,7 +253,9 @@ def learn(
         return None
     if info.writes and may_overlap(info, looks, named):
         entry.guard()
-    entry.number = _number_of(device, info.name, tuple(templates), tuple(keywords), tuple(entry.output_templates))
+    entry.number = number_of_signature(
+        device, info.name, tuple(templates), tuple(keywords), tuple(entry.output_templates)
+    )
     device.misses += 1
     device.remember(key, entry)
     return entry
@@ -281,24 +280,7 @@ def _unalias(call: BoundCall, positions: list[int]) -> BoundCall:
 def _signature(call: BoundCall, entry: Entry) -> int:
     keywords = tuple(call.keyword_templates.items())
     outputs = tuple(entry.output_templates)
-    return _number_of(call.device, call.info.name, call.templates, keywords, outputs)
-
-
-def _number_of(device: SkyDevice, name: str, arguments: Templates, keywords: Keywords, outputs: Templates) -> int:
-    """The op's number on the wire."""
-    structure = (name, arguments, keywords, outputs)
-    number = device.session.known_signature(structure)
-    if number is not None:
-        return number
-    return device.session.signature(
-        structure,
-        lambda: [name, [_as_lists(t) for t in arguments], {key: _as_lists(t) for key, t in keywords}, list(outputs)],
-        commands.operand_count((*arguments, *(template for _, template in keywords), *outputs)),
-    )
-
-
-def _as_lists(template: object) -> object:
-    return [_as_lists(item) for item in template] if isinstance(template, tuple) else template
+    return number_of_signature(call.device, call.info.name, call.templates, keywords, outputs)
 
 
 def remember_line(device: SkyDevice) -> None:
@@ -387,15 +369,7 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     for written_list in info.changed_lists:
         count_changes(call.argument(written_list))
     call = _unalias(call, written_tensors(call))
-    asked = Entry([Output(argument=argument) for argument in info.returns])
-    asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in info.returns]
-    handles = [device.new_handle(None) for argument in info.returns if argument is None]
-    command = [_signature(call, asked), *call.operands, *(h.slot for h in handles)]
-    if record is not None:
-        record(command)
-    else:
-        device.recorder.emit(command)
-        remember_line(device)
+    handles = record_unknown(call, record)
     if info.changes:
         known_results.forget_written_by(call)
     if info.synchronizes:
@@ -411,7 +385,7 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
             raise ProtocolError(f"the worker says that {info.name} made no tensor of a tensor")
         if fields[0] == torch_codec.NESTED:  # these keep their sizes
             continue
-        meta = _meta_of(fields)
+        meta = described_meta(fields)
         if meta is not call.tensors[i]._sky.meta:
             changed.append((i, meta))
     for i, meta in changed:
@@ -436,6 +410,21 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     return tuple(results) if results else None
 
 
+def record_unknown(call: BoundCall, record: Callable[[list[object]], None] | None = None) -> list[Handle]:
+    """Record a call of whose results nothing is known yet, and return their handles; `record` is that of `ask`."""
+    returns, device = call.info.returns, call.device
+    asked = Entry([Output(argument=argument) for argument in returns])
+    asked.output_templates = [commands.IGNORED if argument is not None else commands.NEW for argument in returns]
+    handles = [device.new_handle(None) for argument in returns if argument is None]
+    command = [_signature(call, asked), *call.operands, *(h.slot for h in handles)]
+    if record is not None:
+        record(command)
+    else:
+        device.recorder.emit(command)
+        remember_line(device)
+    return handles
+
+
 def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[Output, Any]:
     """One result of an op that was asked for: what is known of it, and the result itself."""
     fields, alias = row
@@ -448,7 +437,7 @@ def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[Ou
     if fields[0] == torch_codec.NESTED:
         known_results.lend_memory(call)
         return Output(), wrap_answer(handle, row)
-    handle.meta = _meta_of(fields)
+    handle.meta = described_meta(fields)
     if alias < 0:
         known_results.note_memory(call, handle)
         return Output(meta=handle.meta), make_tensor(handle.meta, handle)
@@ -470,11 +459,12 @@ def wrap_answer(handle: Handle, row: Sequence[Any]) -> torch.Tensor | None:
         return None
     if fields[0] == torch_codec.NESTED:
         return wrap_described[fields[0]](handle, fields)
-    handle.meta = _meta_of(fields)
+    handle.meta = described_meta(fields)
     return make_tensor(handle.meta, handle)
 
 
-def _meta_of(fields: list[Any]) -> Meta:
+def described_meta(fields: list[Any]) -> Meta:
+    """Return the look that the worker describes."""
     try:
         return inference.intern_meta(torch_codec.decode_description(fields))
     except (KeyError, ValueError, RuntimeError) as error:
@@ -490,4 +480,13 @@ def dispatch(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, objec
     return record(info_of(func), func, args, kwargs)
 
 
-__all__ = ["dispatch", "record", "record_as", "remember_line", "run", "wrap_described"]
+__all__ = [
+    "described_meta",
+    "dispatch",
+    "record",
+    "record_as",
+    "record_unknown",
+    "remember_line",
+    "run",
+    "wrap_described",
+]

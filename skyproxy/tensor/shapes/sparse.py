@@ -9,7 +9,8 @@ from skyproxy.tensor.shapes.recurrent import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, TARGET, RuleResult, keeps_target, rule
 from skyproxy.torch_codec import Description
 
-_add_dense, _clone_dense = RULES["aten::add_.Tensor"], RULES["aten::clone"]
+_add_dense, _clone_dense, _neg_dense = RULES["aten::add_.Tensor"], RULES["aten::clone"], RULES["aten::neg"]
+_MODE_MAX = 2  # of bags: there are no sparse gradients of it
 
 
 def _coordinates(size: tuple[int, ...], dtype: torch.dtype) -> Meta:
@@ -51,9 +52,41 @@ def _clone(x: Meta, memory_format: torch.memory_format | None = None) -> RuleRes
     return ((x, None),) if memory_format is None else None  # no kernel takes another
 
 
+@rule("detach")
+def _detach(x: Meta) -> RuleResult:
+    return ((x, None),) if x.layout is not torch.strided and not x.conjugate and not x.negative else None
+
+
+@rule("neg")
+def _neg(x: Meta) -> RuleResult:
+    if x.layout is not torch.sparse_coo:
+        return _neg_dense(x)
+    return ((x, None),) if x.dtype in FLOATS and not x.conjugate and not x.negative else None
+
+
 @rule("_coalesce")
 def _coalesce(x: Meta) -> RuleResult:
     return ((x, None),) if x.layout is torch.sparse_coo and not x.conjugate and not x.negative else None
+
+
+@rule("_embedding_bag_backward")
+def _bag_gradient(
+    grad: Meta,
+    indices: Meta,
+    offsets: Meta,
+    bags: Meta,
+    bag_sizes: Meta,
+    maxima: Meta,
+    rows: int,
+    by_count: bool,
+    mode: int,
+    sparse: bool,
+    *rest: object,
+) -> RuleResult:
+    if not sparse or mode == _MODE_MAX or indices.dtype is not torch.int64:
+        return None
+    fits = grad.plain and grad.dtype in FLOATS and len(grad.size) == 2 and indices.plain and len(indices.size) == 1
+    return ((_coordinates((rows, grad.size[1]), grad.dtype), None),) if fits else None
 
 
 __all__ = ["RULES"]

@@ -142,7 +142,7 @@ def test_schedulers_and_gradient_accumulation_work(sky1: str) -> None:
 
 
 def test_a_step_with_sparse_gradients_asks_only_how_many_rows_there_are(sky: str) -> None:
-    """Seven times, for the gradient, what it is coalesced to, and two masks; each operation asked before, 18 in all."""
+    """Once, of what the gradient is coalesced to; each operation asked before, 18 in all."""
     module = nn.Embedding(10, 3, sparse=True, device=sky)
     x = torch.tensor([1, 2, 5, 2], device=sky)
     optimizer = torch.optim.SparseAdam(list(module.parameters()))
@@ -151,4 +151,4 @@ def test_a_step_with_sparse_gradients_asks_only_how_many_rows_there_are(sky: str
         optimizer.zero_grad()
         module(x).sum().backward()
         optimizer.step()
-    assert torch.sky.stats()["round_trips"] - before <= 7
+    assert torch.sky.stats()["round_trips"] - before <= 1
