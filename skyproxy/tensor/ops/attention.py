@@ -39,9 +39,12 @@ aten = torch.ops.aten
 _flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH = 1
 _NONE = -1
-_ADDS_A_BATCH = _LOOKS_AT_MASK_FIRST = torch_versions.minor(torch.__version__) >= (2, 14)
+_VERSION = torch_versions.minor(torch.__version__)
+_ADDS_A_BATCH = _LOOKS_AT_MASK_FIRST = _VERSION >= (2, 14)
 """True if PyTorch makes four dimensions of three before it chooses, and views three in the result; and if it refuses a
 mask that is also causal before it looks for elements."""
+_WITHOUT_WIDTH_IS_NOTHING = _VERSION == (2, 12)
+"""True if queries of width 0 give zeros, and not the mean of the values."""
 _MASK_AND_CAUSAL = "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
 _NO_BACKEND = (
     "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
@@ -228,7 +231,8 @@ def attention(
             mask = mask.unsqueeze(0)
         batch = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         return attention(*batch, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
-    if 0 in (*query.shape[:-1], *key.shape[:-1], *value.shape):
+    width_counts = _WITHOUT_WIDTH_IS_NOTHING and query.shape[-1] == 0
+    if width_counts or 0 in (*query.shape[:-1], *key.shape[:-1], *value.shape):
         if mask is not None and is_causal and _LOOKS_AT_MASK_FIRST:
             raise RuntimeError(_MASK_AND_CAUSAL)
         # The product keeps the three in the graph, as PyTorch's does.
