@@ -327,10 +327,29 @@ def _single_step(overload: OpOverload, cell: Cell, several: bool) -> Callable[..
             return overload.decompose(step, hx, *weights)
         w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
         assert w_ih is not None
+        assert w_hh is not None
+        _check_step(step, hx if several else [hx], w_ih.size(1), w_hh.size(1))
         hidden = cell(linear(step, w_ih, b_ih), tuple(hx) if several else (hx,), (w_ih, w_hh, b_ih, b_hh, None))
         return hidden if several else hidden[0]
 
     return kernel
+
+
+def _check_step(step: Tensor, hidden: Sequence[Tensor], input_size: int, hidden_size: int) -> None:
+    """Refuse sizes that PyTorch refuses before it computes, in its words.
+
+    Raises:
+        RuntimeError: the step or a hidden state has another size than the weights, or other rows.
+    """
+    if step.size(1) != input_size:
+        raise RuntimeError(f"input has inconsistent input_size: got {step.size(1)} expected {input_size}")
+    for number, state in enumerate(hidden):
+        if step.size(0) != state.size(0):
+            rows = f"Input batch size {step.size(0)} doesn't match hidden{number} batch size {state.size(0)}"
+            raise RuntimeError(rows)
+        if state.size(1) != hidden_size:
+            got = f"got {state.size(1)}, expected {hidden_size}"
+            raise RuntimeError(f"hidden{number} has inconsistent hidden_size: {got}")
 
 
 _KERNELS["lstm_cell"] = _single_step(torch.ops.aten.lstm_cell.default, _lstm_cell, True)
