@@ -8,6 +8,7 @@ time of one operation, such a tensor is a plain remote tensor.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +23,7 @@ from skyproxy.tensor.core.torch_private import OpOverload
 
 _disabled = torch._C._disabled_torch_function_impl
 _make_plain_subclass = torch.Tensor._make_subclass
+_new_plain_tensor = torch.Tensor.__new__
 _rebuild_code = torch._tensor._rebuild_from_type_v2.__code__
 _joined: dict[type, type] = {}
 
@@ -136,6 +138,18 @@ def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = Fal
     return _in_class(made, cls)
 
 
+def _new_tensor(cls: type[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.Tensor.__new__`: `Class(tensor)`, also of a remote tensor, is another one on the same memory."""
+    if len(args) == 1 and isinstance(args[0], RemoteTensor) and not kwargs and cls is not torch.Tensor:
+        return _in_class(as_plain(args[0]), cls)
+    made: torch.Tensor = _new_plain_tensor(cls, *args, **kwargs)
+    return made
+
+
+# Dynamo's stand-in for both has this one, and Dynamo compares.
+_new_tensor.__signature__ = inspect.signature(_make_subclass)  # type: ignore[attr-defined]
+
+
 def _swapping(swap_tensors: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(swap_tensors)
     def swap_all(t1: torch.Tensor, t2: torch.Tensor) -> None:
@@ -149,6 +163,15 @@ def _swapping(swap_tensors: Callable[..., None]) -> Callable[..., None]:
 
 
 def _install_for_devices() -> None:
+    if not patching.is_replaced(torch.Tensor, "__new__"):
+        patching.replace(
+            torch.Tensor,
+            "__new__",
+            staticmethod(_new_tensor),
+            why="PyTorch's own refuses a tensor whose class is another",
+            test="tests/tensor/torch_api/test_subclasses.py::test_a_class_is_called_with_a_tensor",
+            when=patching.When.FIRST_DEVICE,
+        )
     if not patching.is_replaced(torch.utils, "swap_tensors"):
         patching.wrap(
             torch.utils,

@@ -146,7 +146,7 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
             return  # as `Module._apply` does for parameters that have moved
         # An alias of its own: what changes the shape of q in place later on is not to change p's.
         adopt(self, value.detach()._sky)  # type: ignore[attr-defined]
-    elif isinstance(value, RemoteTensor) or isinstance(self, RemoteTensor):
+    elif isinstance(value, torch.Tensor) and (isinstance(value, RemoteTensor) or isinstance(self, RemoteTensor)):
         _move_data(self, value)
     else:
         TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]

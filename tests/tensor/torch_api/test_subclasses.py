@@ -316,3 +316,32 @@ def test_two_tensors_of_a_class_are_swapped() -> None:
     assert (a.tolist(), plain.tolist(), plain.label) == ([1, 1], [1, 2, 3, 4], "b")
     assert type(plain).__name__ == "Bare"
     assert type(a) is torch.Tensor
+
+
+class Called(torch.Tensor):
+    """Made by a call, as in PyTorch's notes about extending it."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.label = "of " + type(data).__name__
+
+
+class Scaled(torch.Tensor):
+    def __new__(cls, data: torch.Tensor) -> Scaled:
+        return super().__new__(cls, data * 2)
+
+
+@pytest.mark.parametrize("cls", [Called, Scaled, Heir])
+def test_a_class_is_called_with_a_tensor(cls: type[Any], sky1: str) -> None:
+    found = []
+    for place in ("cpu", sky1):
+        x = torch.arange(3.0).to(place).requires_grad_()
+        memory = x.detach()
+        made = cls(x)
+        assert isinstance(made, cls)
+        assert made.device == torch.device(place)
+        (made * made).sum().backward()
+        memory.add_(1)
+        again = cls(made)
+        assert isinstance(again + 1, cls)
+        found.append((made.tolist(), again.tolist(), x.grad.tolist() if x.grad is not None else None, made.is_leaf))
+    assert found[0] == found[1]

@@ -274,3 +274,12 @@ def test_an_error_of_printing_that_somebody_keeps_leaves_transforms_alone(sky1: 
         repr(x)
     assert torch.vmap(torch.vmap(lambda row: row.new_zeros(2) + row))(rows).tolist() == [[[1, 1]] * 2] * 3
     assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("value", [None, 3, "a"], ids=str)
+def test_data_that_is_no_tensor_is_refused_in_the_words_of_pytorch(value: Any, sky1: str) -> None:
+    for place in ("cpu", sky1):
+        x = torch.ones(2, device=place)
+        with pytest.raises(TypeError, match="Variable data has to be a tensor, but got"):
+            x.data = value
+        assert x.tolist() == [1.0, 1.0]
