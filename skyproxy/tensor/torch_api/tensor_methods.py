@@ -139,7 +139,7 @@ def _get_data(self: torch.Tensor) -> torch.Tensor:
     return TensorBase.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
 
-def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+def _set_data(self: torch.Tensor, value: object) -> None:
     """`p.data = q`: p shares q's storage, and keeps its identity, its gradient and its history."""
     if isinstance(value, RemoteTensor) and isinstance(self, RemoteTensor):
         if value is self:
