@@ -47,7 +47,8 @@ def takes_dtypes(
     if not info.is_tried:
         return not info.draws_floats or all(look.dtype.is_floating_point or look.dtype.is_complex for look in made)
     if not is_guessed and not info.takes_whole_numbers:
-        if _are_usual((*args, *kwargs.values()) if kwargs else args):
+        values = (*args, *kwargs.values()) if kwargs else args
+        if _are_usual(values) and not (info.for_each and _has_truth_values(args)):
             return True
     if info.for_each:
         args = _different_places(args)
@@ -109,6 +110,11 @@ def _looks(items: Iterable[object]) -> list[Meta]:
         elif (kind is list or kind is tuple) and a and type(a[0]) is not int:  # type: ignore[index]
             found += _looks(a)  # type: ignore[arg-type]
     return found
+
+
+def _has_truth_values(args: Iterable[object]) -> bool:
+    """Return whether there is a truth value among the numbers of lists, which subtraction refuses."""
+    return any(type(a) is bool or (type(a) in (list, tuple) and bool in map(type, a)) for a in args)  # type: ignore[call-overload]
 
 
 def _different_places(args: Sequence[object]) -> list[object]:

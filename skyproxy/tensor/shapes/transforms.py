@@ -273,7 +273,7 @@ def _reflectors(a: Meta) -> RuleResult:
 
 @rule("_linalg_eigh")
 def _eigenvectors(a: Meta, triangle: object = "L", compute_v: object = True) -> RuleResult:
-    if not _are_square(a):
+    if not _are_square(a) or triangle not in ("L", "U"):
         return None
     return [fresh(a.size[:-1], a.dtype), _column_look(a.size, a.dtype) if compute_v else fresh((0,), a.dtype)]
 
@@ -285,7 +285,7 @@ def _exponential(a: Meta) -> RuleResult:
 
 @rule("linalg_pinv.atol_rtol_tensor")
 def _pseudoinverse(a: Meta, *, atol: object = None, rtol: object = None, hermitian: object = False) -> RuleResult:
-    fits = _are_matrices(a) and all(t is None or type(t) is Meta for t in (atol, rtol))
+    fits = _are_matrices(a) and all(t is None or (type(t) is Meta and not t.dtype.is_complex) for t in (atol, rtol))
     fits = fits and (not hermitian or a.size[-1] == a.size[-2])
     return [fresh((*a.size[:-2], a.size[-1], a.size[-2]), a.dtype)] if fits else None
 

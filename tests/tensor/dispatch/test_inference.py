@@ -425,3 +425,14 @@ def test_an_op_that_leaves_its_target_looking_as_it_was_is_inferred_by_its_rule(
     assert entry is not None
     assert [output.tensor for output in entry.outputs] == [0]
     assert not entry.changed
+
+
+@pytest.mark.parametrize("rows", [(1, 3), (3, 3), (2, 3, 3), (0, 3)], ids=str)
+def test_complex_equations_from_the_right_are_solved_and_conjugate_as_locally(rows: tuple[int, ...], sky1: str) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 3, dtype=torch.complex64), torch.randn(rows, dtype=torch.complex64)
+    expected = torch.linalg.solve(a, b, left=False)
+    for _ in range(2):
+        found = torch.linalg.solve(a.to(sky1), b.to(sky1), left=False)
+        assert (found.is_conj(), found.stride()) == (expected.is_conj(), expected.stride())
+        assert torch.equal(found.cpu(), expected)

@@ -104,6 +104,12 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "attention of two precisions": lambda x, i: F.scaled_dot_product_attention(
         x.expand(1, 2, 4, 3), x.half().expand(1, 2, 4, 3), x.expand(1, 2, 4, 3)
     ),
+    "a truth value subtracted in a list": lambda x, i: torch._foreach_sub([x, x], [True, True]),
+    "a truth value subtracted from a list": lambda x, i: torch._foreach_sub([x, x], True),
+    "a row of no rows": lambda x, i: x[:0][i],
+    "a column of no columns": lambda x, i: x.new_empty(2, 0)[:, [0, 1]],
+    "a triangle that there is not": lambda x, i: torch.linalg.eigvalsh(x.diag(), UPLO="a"),
+    "a complex tolerance": lambda x, i: torch.linalg.pinv(x.diag(), rtol=x.sum().to(torch.complex64)),
     "windows of integers": lambda x, i: F.unfold(i.reshape(1, 1, 1, 3), 1),
 }
 
