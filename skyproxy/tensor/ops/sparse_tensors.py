@@ -75,15 +75,22 @@ def _is_coalesced(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs:
     return run(BoundCall(info, args, kwargs)) if parts is None else parts.is_coalesced
 
 
-@implements("aten::_nnz", "aten::sparse_dim", "aten::_dimI", "aten::dense_dim", "aten::_dimV")
-def _count(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+@implements("aten::_nnz")
+def _count_elements(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     parts = _parts_of(info, args) if args[0].layout is torch.sparse_coo else None
-    if parts is None:
+    return run(BoundCall(info, args, kwargs)) if parts is None else parts.looks[1].size[0]
+
+
+@implements("aten::sparse_dim", "aten::_dimI", "aten::dense_dim", "aten::_dimV")
+def _count_dimensions(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+    """A number of a tensor's own, which its parts need not have: something else may have resized these."""
+    (tensor,) = args
+    known = sized_by(tensor._sky) if type(tensor) is RemoteTensor and tensor.layout in SPARSE else None
+    if known is None:
         return run(BoundCall(info, args, kwargs))
-    indices, values = parts.looks
-    if info.name == "aten::_nnz":
-        return values.size[0]
-    return indices.size[0] if info.name in ("aten::sparse_dim", "aten::_dimI") else len(values.size) - 1
+    if info.name not in known:
+        known[info.name] = run(BoundCall(info, args, kwargs))
+    return known[info.name]
 
 
 __all__: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from skyproxy.tensor.core.metadata import Meta, intern_meta
+from skyproxy.tensor.core.metadata import Meta, intern_meta, plain_meta
 from skyproxy.tensor.shapes.recurrent import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, TARGET, RuleResult, keeps_target, rule
 from skyproxy.torch_codec import Description
@@ -67,6 +67,13 @@ def _neg(x: Meta) -> RuleResult:
 @rule("_coalesce")
 def _coalesce(x: Meta) -> RuleResult:
     return ((x, None),) if x.layout is torch.sparse_coo and not x.conjugate and not x.negative else None
+
+
+@rule("_to_dense")
+def _to_dense(x: Meta, dtype: torch.dtype | None = None, masked_grad: bool | None = None) -> RuleResult:
+    if x.layout is not torch.sparse_coo or x.dtype not in FLOATS or dtype is not None:
+        return None
+    return ((plain_meta(x.size, x.dtype), None),)
 
 
 @rule("_embedding_bag_backward")

@@ -25,6 +25,10 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("clone", (PLANE,), {}),
     ("_coalesce", (SPARSE,), {}),
     ("_coalesce", (PLANE,), {}),
+    ("_to_dense", (SPARSE,), {}),
+    ("_to_dense", (PLANE.coalesce(), None, False), {}),
+    ("neg", (PLANE,), {}),
+    ("detach", (SPARSE,), {}),
 ]
 
 
@@ -57,6 +61,8 @@ def test_a_sparse_tensor_is_added_to_a_dense_one_of_its_size_and_dtype() -> None
         ("_sparse_coo_tensor_with_dims_and_tensors", (1, 1, [10, 4], INDICES, VALUES[:2]), _TO_FLOAT),
         ("_sparse_coo_tensor_with_dims_and_tensors", (1, 1, [10, 4], INDICES, VALUES.double()), _TO_FLOAT),
         ("clone", (SPARSE,), {"memory_format": torch.preserve_format}),
+        ("_to_dense", (SPARSE, torch.float32), {}),
+        ("neg", (SPARSE.to(torch.int64),), {}),
     ],
 )
 def test_rules_of_sparse_tensors_leave_what_does_not_fit_to_the_worker(
