@@ -22,6 +22,7 @@ from skyproxy.tensor.core.torch_private import (
     FakeTensor,
     count_dispatch_modes,
     disable_current_modes,
+    has_kernel,
     pytree,
 )
 from skyproxy.tensor.dispatch.entries import Entry, Output, numbers_of, written_tensors
@@ -354,7 +355,8 @@ def _entry_of(call: BoundCall, result: object, fakes: list[torch.Tensor]) -> Ent
     if call.info.name in _MASKED:
         results = tuple(item if wanted else None for item, wanted in zip(results, call.argument("output_mask")))
     storages = {fake.untyped_storage()._cdata: i for i, fake in reversed(list(enumerate(fakes)))}
-    outputs = [_output_of(item, name, fakes, storages) for item, name in zip(results, returns, strict=True)]
+    makes = _makes_results(call.info)
+    outputs = [_output_of(item, name, fakes, storages, makes) for item, name in zip(results, returns, strict=True)]
     if any(output is None for output in outputs) or _halves_complex_numbers(outputs, fakes):
         return None
     _correct_strides(call, [output for output in outputs if output is not None])
@@ -412,13 +414,23 @@ def _operands(info: OpInfo, args: list[object], kwargs: dict[str, object]) -> li
     ]
 
 
-def _output_of(item: object, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int]) -> Output | None:
+def _makes_results(info: OpInfo) -> bool:
+    """Return whether an op's kernels make new tensors, by its schema; composites may hand on what they are given."""
+    handed_on = any(result.alias_info is not None for result in info.func._schema.returns)
+    return not (handed_on or info.name == "aten::lift" or has_kernel(info.name, "CompositeImplicitAutograd"))
+
+
+def _output_of(
+    item: object, name: str | None, fakes: list[torch.Tensor], storages: dict[int, int], makes: bool
+) -> Output | None:
     if name is not None:
         return Output(argument=name)
     if isinstance(item, torch.Tensor):
         for i, fake in enumerate(fakes):
-            if item is fake:
+            if item is fake and not makes:
                 return Output(tensor=i)
+            if item is fake:  # PyTorch's formula gives its argument where a number says that nothing changes: a copy
+                return Output(meta=meta_of(item)) if item.is_contiguous() else None
         described = _describe_fake(item, storages)
         return Output(meta=described[0], shares=described[1]) if described is not None else None
     if isinstance(item, list | tuple):

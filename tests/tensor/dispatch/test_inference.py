@@ -436,3 +436,24 @@ def test_complex_equations_from_the_right_are_solved_and_conjugate_as_locally(ro
         found = torch.linalg.solve(a.to(sky1), b.to(sky1), left=False)
         assert (found.is_conj(), found.stride()) == (expected.is_conj(), expected.stride())
         assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("first", [(0.0, True), (1.0, None), (0.5, False)])
+def test_what_a_formula_hands_on_is_a_copy_for_a_kernel_that_makes_results(
+    first: tuple[float, bool | None], sky1: str
+) -> None:
+    """PyTorch's formula gives its argument where nothing is dropped; so did all later calls of that shape."""
+    x = torch.ones(3, 7)
+    remote = x.to(sky1)
+    for p, train in (first, (1.0, True), (0.0, True), (1.0, None), (1.0, False)):
+        local, result = torch.native_dropout(x, p, train), torch.native_dropout(remote, p, train)
+        if p in (0.0, 1.0):
+            assert torch.equal(result[0].cpu(), local[0])
+        result[0].add_(1)
+        assert torch.equal(remote.cpu(), x)
+
+
+def test_rows_that_differ_are_dropped_after_a_call_that_dropped_none(sky1: str) -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged, device=sky1)
+    found = [torch.nn.functional.dropout(rows, p).values().sum().item() for p in (0.0, 1.0)]
+    assert found == [20.0, 0.0]
