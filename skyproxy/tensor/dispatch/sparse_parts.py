@@ -70,17 +70,17 @@ def note_parts(call: BoundCall, result: Handle) -> None:
         known[Parts] = parts
 
 
-_RESIZES = frozenset({"aten::copy_", "aten::resize_as_sparse_", "aten::sparse_resize_"})
+_KEEP_PARTS = frozenset({"aten::_coalesced_", "aten::mul_", "aten::_foreach_mul_", "aten::neg_", "aten::zero_"})
 
 
 def resizes_parts(call: BoundCall, written: RemoteTensor) -> bool:
     """Return whether a call may resize the parts of a tensor that it changes, which others may have for parts, too.
 
-    Those of COO are replaced, as a rule; those of compressed tensors are resized.
+    Few changes of COO only replace them, or write to them; `add_` to an empty one resizes them.
     """
     layout = written.layout
     if layout is torch.sparse_coo:
-        return call.info.name in _RESIZES or bool(call.info.reshapes)
+        return call.info.name.partition(".")[0] not in _KEEP_PARTS or bool(call.info.reshapes)
     return layout in SPARSE
 
 

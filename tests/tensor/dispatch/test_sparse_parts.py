@@ -192,6 +192,20 @@ def test_a_part_that_is_resized_is_known_by_its_new_size(get: str, count: int, s
 
 
 Given = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+
+
+def test_what_is_added_to_an_empty_tensor_is_seen_by_what_shares_its_parts(sky: str) -> None:
+    found = []
+    for device in ("cpu", sky):
+        full = sparse(torch.tensor([[1, 2]], device=device), torch.ones(2, device=device), (4,)).coalesce()
+        empty = sparse(torch.zeros(1, 0, dtype=torch.int64, device=device), torch.zeros(0, device=device), (4,))
+        twin = empty.detach()
+        assert (twin._nnz(), twin._values().shape) == (0, (0,))
+        empty.add_(full)
+        found.append((empty._nnz(), twin._nnz(), twin._values().tolist()))
+    assert found[0] == found[1]
+
+
 _INDICES: dict[str, Given] = {
     "rows": (torch.arange(3)[None], lambda x: x[:]),
     "columns": (torch.arange(3)[:, None], lambda x: x.t()),
