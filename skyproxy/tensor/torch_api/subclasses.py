@@ -7,6 +7,8 @@ time of one operation, such a tensor is a plain remote tensor.
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import functools
 import inspect
 import sys
@@ -66,6 +68,34 @@ class RemoteSubclass(RemoteTensor):
         return memo[id(self)]
 
 
+@functools.cache
+def _joined_metaclass(kind: type[type]) -> type[type]:
+    """Make the class of classes that stand for the user's classes of a kind where remote tensors are of them."""
+
+    class Joined(kind):  # type: ignore[misc,valid-type]
+        """A class that equals the user's, so that tables of the user's classes have a place for it."""
+
+        def __eq__(cls, other: object) -> bool:
+            return _local_class(cls) is _local_class(other)
+
+        def __hash__(cls) -> int:
+            local = _local_class(cls)
+            return super().__hash__() if local is cls else hash(local)
+
+    copyreg.pickle(Joined, _reduce_class)  # type: ignore[arg-type]
+    return Joined
+
+
+def _local_class(cls: object) -> object:
+    """Return the user's class that a class made here stands for; anything else itself, also what derives from one."""
+    return vars(cls).get("local_class", cls) if isinstance(cls, type) else cls
+
+
+def _reduce_class(cls: type) -> str | tuple[object, ...]:
+    local = _local_class(cls)
+    return cls.__qualname__ if local is cls else (copy.copy, (local,))  # a copy of a class is the class
+
+
 def joined_class(cls: type[Any]) -> type[Any]:
     """The class of remote tensors that are of a class of the user's.
 
@@ -96,7 +126,7 @@ def joined_class(cls: type[Any]) -> type[Any]:
         # By itself, for a base of the user's class that is no tensor has a `__dict__` that would come before ours.
         "__dict__": vars(RemoteTensor)["__dict__"],
     }
-    made = type(cls)(cls.__name__, (cls, RemoteSubclass), members)  # type: ignore[misc]
+    made = _joined_metaclass(type(cls))(cls.__name__, (cls, RemoteSubclass), members)  # type: ignore[arg-type]
     return _joined.setdefault(cls, made)
 
 

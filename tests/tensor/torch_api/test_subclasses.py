@@ -345,3 +345,26 @@ def test_a_class_is_called_with_a_tensor(cls: type[Any], sky1: str) -> None:
         assert isinstance(again + 1, cls)
         found.append((made.tolist(), again.tolist(), x.grad.tolist() if x.grad is not None else None, made.is_leaf))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("cls", [Counted, Bare])
+def test_a_tensors_class_has_the_users_place_in_tables_and_pickles(cls: type[Any], sky1: str) -> None:
+    """As torchvision's `ToDtype({Image: torch.float32, Mask: torch.int64})` and its tests have it."""
+    kind = type(torch.ones(2, device=sky1).as_subclass(cls))
+    assert {Heir: 1, cls: 2}[kind] == 2
+    assert {kind: 3}[cls] == 3
+    assert kind == cls
+    assert kind != Heir
+    assert kind not in (torch.Tensor, type(torch.ones(2, device=sky1)))
+    assert pickle.loads(pickle.dumps([kind])) == [cls]
+    assert pickle.loads(pickle.dumps(kind)) is cls
+    assert copy.deepcopy(kind) is kind
+
+
+def test_what_derives_from_a_tensors_class_is_a_class_of_its_own(sky1: str) -> None:
+    kind = type(torch.ones(2, device=sky1).as_subclass(Bare))
+    derived = type("derived", (kind,), {"__module__": __name__})
+    assert derived != kind
+    assert len({derived: 1, kind: 2, Bare: 3}) == 2
+    with pytest.raises(pickle.PicklingError, match="derived"):
+        pickle.dumps(derived)
