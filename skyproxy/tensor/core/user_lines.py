@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from types import FrameType
+from typing import Any
 
 
 class _Foreign(dict[str, bool]):
@@ -21,6 +22,18 @@ class _Foreign(dict[str, bool]):
 
 
 FOREIGN = _Foreign()
+
+
+class _Outermost:
+    """What stands for a frame where C++ calls on a thread of its own, as autograd does deep within backward."""
+
+    f_code = _Foreign.__missing__.__code__
+    f_lasti = 0
+    f_back = None
+
+
+OUTERMOST: Any = _Outermost
+"""For `f_code`, `f_lasti` and `f_back` of a caller that is none."""
 
 
 def user_frame(frame: FrameType) -> FrameType:

@@ -15,7 +15,7 @@ from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
-from skyproxy.tensor.core.user_lines import FOREIGN
+from skyproxy.tensor.core.user_lines import FOREIGN, OUTERMOST
 from skyproxy.tensor.dispatch.entries import Entry, expectation
 from skyproxy.tensor.dispatch.kernel_trials import EVERY_NUMBER, check_number
 from skyproxy.tensor.dispatch.known_results import know_filled
@@ -87,7 +87,10 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     command.append(handle.slot)
     stream = recorder.stream
     stream.extend(command)
-    frame = _getframe(2)
+    try:
+        frame = _getframe(2)
+    except ValueError:
+        frame = OUTERMOST
     if _record_lines:
         while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back

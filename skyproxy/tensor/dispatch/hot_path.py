@@ -22,7 +22,7 @@ from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.host_copies import forget_copy, know_element
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass, rule_registry
-from skyproxy.tensor.core.user_lines import FOREIGN
+from skyproxy.tensor.core.user_lines import FOREIGN, OUTERMOST
 from skyproxy.tensor.dispatch.binding import is_host_number, number_of
 from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists
@@ -296,7 +296,10 @@ def dispatch_remote(
         return record(info, func, args, kwargs or {})
     stream = recorder.stream
     stream.extend(wire)
-    frame = _getframe(1)
+    try:
+        frame = _getframe(1)
+    except ValueError:
+        frame = OUTERMOST
     if _record_lines:
         while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back

@@ -257,16 +257,28 @@ def _wrap_fill(functional: OpOverload, *, converts: bool = True) -> Callable[...
     tensors share a storage, which only Python knows of ours.
 
     Args:
-        converts: whether `out` may have another dtype than the result.
+        converts: whether `out` may have another dtype than the result, and gradients are not PyTorch's concern.
     """
+    name = functional._schema.name.removeprefix("aten::")
 
     def fill(*args: object, out: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        if not converts:
+            _refuse_gradients(name, *args, out)
         result = functional(*args, **kwargs)
         if not converts and out.dtype is not result.dtype:
             raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead")
         return _fill_from(result, out, functional.name())
 
     return fill
+
+
+def _refuse_gradients(name: str, *tensors: object) -> None:
+    """Refuse an out= form that is to be differentiated, in PyTorch's words: some do in their kernel, below autograd."""
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
 
 
 def _fill_from(result: torch.Tensor, out: torch.Tensor, name: str) -> torch.Tensor:
@@ -369,12 +381,7 @@ _plain_unbind_copy = plain_op(aten.unbind_copy.int_out)
 
 @implements("aten::unbind_copy.int_out")
 def _unbind_copy(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """PyTorch refuses in its kernel, where autograd would not, that results are written where gradients are wanted."""
-    if torch.is_grad_enabled() and any(filled.requires_grad for filled in kwargs["out"]):
-        raise RuntimeError(
-            "unbind_copy(): functions with out=... arguments don't support automatic differentiation, "
-            "but one of the arguments requires grad."
-        )
+    _refuse_gradients("unbind_copy", *kwargs["out"])
     return dispatch_remote(None, _plain_unbind_copy, None, args, kwargs)
 
 

@@ -87,6 +87,23 @@ def test_the_out_form_refuses_what_pytorch_refuses(sky1: str) -> None:
         torch.matmul(a, a, out=torch.ones(2, 2, dtype=torch.int64, device=sky1))
 
 
+@pytest.mark.parametrize(
+    "product", [lambda x, z: torch.matmul(x, x, out=z), lambda x, z: torch.matrix_power(x, 2, out=z)]
+)
+@pytest.mark.parametrize("written", [False, True])
+def test_the_out_form_is_not_differentiated(product: Any, written: bool, sky1: str) -> None:
+    messages = []
+    for device in ("cpu", sky1):
+        x = torch.full((2, 2), 2.0, device=device, requires_grad=not written)
+        out = torch.zeros(2, 2, device=device, requires_grad=written)
+        with pytest.raises(RuntimeError, match="don't support automatic differentiation") as caught:
+            product(x, out)
+        messages.append(str(caught.value))
+        with torch.no_grad():
+            assert product(x, out).tolist() == [[8.0, 8.0]] * 2
+    assert messages[0] == messages[1]
+
+
 def test_two_names_of_the_same_memory_are_told_from_two_alike(sky1: str) -> None:
     a = torch.ones(3, device=sky1)
     assert a.is_set_to(a.view(3))

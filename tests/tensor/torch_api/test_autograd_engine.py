@@ -287,3 +287,35 @@ def test_a_gradient_without_dimensions_moves_to_its_device(sky1: str) -> None:
     (x * 2).backward(torch.tensor(5.0))
     assert x.grad is not None
     assert (x.grad.device, x.grad.item()) == (x.device, 13)
+
+
+class _Nested(torch.autograd.Function):
+    """A function whose backward does another backward, so many times deep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int, fails: bool) -> torch.Tensor:
+        ctx.depth, ctx.fails, ctx.device = depth, fails, x.device
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.depth:
+            with torch.enable_grad():
+                inner = torch.arange(3.0, device=ctx.device, requires_grad=True)
+                _Nested.apply(inner.exp()[1:], ctx.depth - 1, ctx.fails).sum().backward()
+            return gradients[0] * inner.grad[1:], None, None
+        if ctx.fails:
+            raise ZeroDivisionError("at the bottom")
+        return gradients[0] * 3, None, None
+
+
+def test_backward_goes_on_in_backward_deeper_than_pytorch_does_on_one_thread(sky1: str) -> None:
+    """From the 60th on, PyTorch takes threads of its own, on which no function of Python calls operations."""
+    found = []
+    for place in ("cpu", sky1):
+        x = torch.ones(2).to(place).requires_grad_()
+        _Nested.apply(x, 70, False).sum().backward()
+        found.append(x.grad.tolist())
+        with pytest.raises(ZeroDivisionError, match="at the bottom"):
+            _Nested.apply(x, 70, True).sum().backward()
+    assert found[0] == found[1]
