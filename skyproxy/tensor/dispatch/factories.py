@@ -9,6 +9,7 @@ import sys
 from heapq import heappop
 from typing import Any
 
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
@@ -59,7 +60,9 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     signature = tuple(key)
     try:
         entry: Entry | None = device.cache.get(signature)
-    except TypeError:  # there is a list among the options
+    except TypeError as error:  # there is a list among the options
+        if raised_by_handler(error):
+            raise
         entry = None
     if entry is None:
         entry = _infer_entry(info, device, signature, args, kwargs)
@@ -89,7 +92,9 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     stream.extend(command)
     try:
         frame = _getframe(2)
-    except ValueError:
+    except ValueError as error:
+        if raised_by_handler(error):
+            raise
         frame = OUTERMOST
     if _record_lines:
         while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyproxy import patching
-from skyproxy.interrupts import shielded
+from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
@@ -234,7 +234,9 @@ def dispatch_remote(
     signature = tuple(key)
     try:
         entry: Entry | None = device.cache.get(signature)
-    except TypeError:  # symbols among sizes have no hash
+    except TypeError as error:  # symbols among sizes have no hash
+        if raised_by_handler(error):
+            raise
         return record(info, func, args, kwargs or {})
     if entry is None:
         entry = learn(info, device, signature, args, kwargs) if info.rule is not None else None
@@ -298,7 +300,9 @@ def dispatch_remote(
     stream.extend(wire)
     try:
         frame = _getframe(1)
-    except ValueError:
+    except ValueError as error:
+        if raised_by_handler(error):
+            raise
         frame = OUTERMOST
     if _record_lines:
         while FOREIGN[frame.f_code.co_filename] and frame.f_back is not None:
