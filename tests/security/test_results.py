@@ -395,6 +395,7 @@ ALLOWED = {
     ("skyproxy/loading/node_names.py", "Unpickler"),
     ("skyproxy/loading/node_names.py", "import pickle"),  # for the name of an error
     ("skyproxy/functions/code_cache.py", "import cloudpickle.cloudpickle"),  # for a setting of its own; it writes
+    ("skyproxy/tensor/torch_api/subclasses.py", "import copyreg"),  # says how a class is written
     # Code that is written here, or by the user of a notebook.
     ("skyproxy/notebook/cells.py", "exec"),
     ("skyproxy/notebook/cells.py", "eval"),

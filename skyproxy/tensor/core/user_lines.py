@@ -25,7 +25,7 @@ FOREIGN = _Foreign()
 
 
 class _Outermost:
-    """What stands for a frame where C++ calls on a thread of its own, as autograd does deep within backward."""
+    """A stand-in for a frame where C++ calls on a thread of its own, as autograd does deep within backward."""
 
     f_code = _Foreign.__missing__.__code__
     f_lasti = 0

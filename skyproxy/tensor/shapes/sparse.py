@@ -9,7 +9,8 @@ from skyproxy.tensor.shapes.recurrent import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, TARGET, RuleResult, keeps_target, rule
 from skyproxy.torch_codec import Description
 
-_add_dense, _clone_dense, _neg_dense = RULES["aten::add_.Tensor"], RULES["aten::clone"], RULES["aten::neg"]
+_add_dense, _clone_dense = RULES["aten::add_.Tensor"], RULES["aten::clone"]
+_detach_dense, _neg_dense = RULES["aten::detach"], RULES["aten::neg"]
 _MODE_MAX = 2  # of bags: there are no sparse gradients of it
 
 
@@ -54,7 +55,9 @@ def _clone(x: Meta, memory_format: torch.memory_format | None = None) -> RuleRes
 
 @rule("detach")
 def _detach(x: Meta) -> RuleResult:
-    return ((x, None),) if x.layout is not torch.strided and not x.conjugate and not x.negative else None
+    if x.layout is torch.strided:
+        return _detach_dense(x)
+    return ((x, None),) if not x.conjugate and not x.negative else None
 
 
 @rule("neg")
