@@ -161,11 +161,8 @@ class CompiledCall:
         value = value_of(node)
         if isinstance(value, _SCALARS):
             self._templates.append(commands.VALUE)
-            return (
-                f"a[{i}] if type(a[{i}]) is int else as_number(a[{i}])"
-                if isinstance(value, torch.SymInt)
-                else f"a[{i}]"
-            )
+            is_symbol = isinstance(value, torch.SymInt)
+            return f"a[{i}] if type(a[{i}]) is int else as_number(a[{i}])" if is_symbol else f"a[{i}]"
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             raise UnsupportedOpError(f"an input of type {type(value).__name__} cannot be sent to a worker")
         if _is_remote(value):
