@@ -2,7 +2,8 @@
 
 `with torch.no_grad():` is left by a method in Python. A handler that raises as it begins keeps it from running:
 gradients stay off for the rest of the program, or dispatch modes on, so that every later tensor is a fake one. The same
-holds after a context has switched a mode and before it is entered.
+holds after a context has switched a mode and before it is entered, and where an optimizer's step turns gradients on
+again itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ _SWITCHING_PARTS = (
 )
 """Parts of PyTorch whose contexts switch modes and never wait, unlike those of locks, profilers and process groups."""
 
+_STEP = "_use_grad"
+_STEP_FILE = os.path.join("torch", "optim", "optimizer.py")
+"""Where gradients are off for an optimizer's step, and on again after other calls, without a context."""
+
 
 @functools.cache
 def _switching_files() -> tuple[str, ...]:
@@ -32,14 +37,17 @@ def _switching_files() -> tuple[str, ...]:
     return tuple(os.path.join(folder, *part.split("/")) for part in _SWITCHING_PARTS) if folder else ()
 
 
-def is_edge(frame: FrameType, ours: Container[CodeType]) -> bool:
-    """Tell whether a context that switches modes is just being entered or left.
+def is_edge(frame: FrameType, called: FrameType | None, ours: Container[CodeType]) -> bool:
+    """Tell whether modes are just being switched, or a context that switches them is being entered or left.
 
     Args:
         frame: what runs.
+        called: the frame of what it calls; None if it runs itself.
         ours: the code of generators that are such contexts, beside those of PyTorch.
     """
     code = frame.f_code
+    if code.co_name == _STEP and code.co_filename.endswith(_STEP_FILE):
+        return called is None or called.f_code.co_filename.startswith(_switching_files())
     if code.co_name not in _EDGES:
         return False
     if code in _GENERATED:

@@ -10,8 +10,8 @@ throw: a Python error there ends the process. Such errors have three sources.
   wrapped, all of them, where `signal.signal` sets them; a wrapped one that is called there strikes a moment later.
 
 PyTorch has one more such place of its own: where autograd asks a fake tensor for its device, as happens while a program
-is compiled, PyTorch's own Python code answers. A wrapped handler waits there, too, and where a context that switches
-modes is entered or left, see `context_edges`.
+is compiled, PyTorch's own Python code answers. A wrapped handler waits there, too, and where modes are switched, see
+`context_edges`.
 """
 
 from __future__ import annotations
@@ -140,10 +140,11 @@ def _is_safe(frame: FrameType | None) -> bool:
     for asked, told in _answers:
         if operator.length_hint(asked) != operator.length_hint(told):
             return False
+    called: FrameType | None = None
     while frame is not None:
-        if frame.f_code in _shielded or is_edge(frame, _shielded) or _tells_device_of_fake_tensor(frame):
+        if frame.f_code in _shielded or is_edge(frame, called, _shielded) or _tells_device_of_fake_tensor(frame):
             return False
-        frame = frame.f_back
+        called, frame = frame, frame.f_back
     return True
 
 

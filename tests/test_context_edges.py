@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import sys
 import time
@@ -134,3 +135,44 @@ def test_a_signal_at_the_edge_of_a_context_strikes_later_and_leaves_no_mode_behi
         struck = True
     assert modes() == before
     assert struck
+
+
+@pytest.mark.usefixtures("sky")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_handler_that_raises_around_the_step_of_an_optimizer_leaves_gradients_on(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    weight = torch.ones(3, device="sky:0", requires_grad=True)
+    optimizer = kind([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    left, struck, waited = 0, 0, 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left, waited
+        caller = frame.f_back.f_code.co_name if frame.f_back is not None else ""
+        frame.f_trace_opcodes = "_use_grad" in (frame.f_code.co_name, caller)
+        if frame.f_trace_opcodes and event == "opcode":
+            left -= 1
+            if left == 0:
+                if interrupts._is_safe(frame):  # so the handler of a signal runs here, and raises
+                    raise Struck
+                waited += 1
+        return trace
+
+    for instruction in itertools.count(1):
+        left = instruction
+        with contextlib.suppress(Struck):
+            try:
+                sys.settrace(trace)
+                optimizer.step()
+            finally:
+                sys.settrace(None)
+        on = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        assert on, instruction
+        if left > 0:
+            break
+        struck = instruction - waited
+    assert struck > 50
+    assert waited > 10

@@ -153,21 +153,14 @@ def storm(run: Callable[[str], Any], number: int, strikes: int, seed: int, way: 
         base = torch.arange(6.0, device="sky:0")
         held = _left_behind(session)
         striker.rage()
-        until, ended = time.monotonic() + seconds, 0
+        until = time.monotonic() + seconds
         while striker.strikes < strikes and (time.monotonic() < until or striker.strikes < 3):
             try:
-                striker.armed = True
-                run("sky:0")
-                striker.armed = False
-                ended += 1
+                found = _run_struck(striker, run)
+                if found:
+                    return found
             except Struck:
                 faulthandler.dump_traceback_later(_STILL_SECONDS, exit=True)
-            except Exception as error:
-                if not _comes_of_a_strike(error):
-                    where = "; ".join(
-                        f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)
-                    )
-                    return f"a strike became {type(error).__name__}: {str(error)[:300]} ({where[-1500:]})"
         striker.rest()
         ours, theirs = run("sky:0"), run("cpu")
         if not _same(ours, theirs):
@@ -190,6 +183,21 @@ def storm(run: Callable[[str], Any], number: int, strikes: int, seed: int, way: 
         signal.signal(number, before)
         for end in kept:
             end.close()
+
+
+def _run_struck(striker: Striker, run: Callable[[str], Any]) -> str:
+    """Run a program while the striker may strike; say what a strike became."""
+    try:
+        striker.armed = True
+        run("sky:0")
+        striker.armed = False
+    except Exception as error:
+        striker.armed = False
+        if not _comes_of_a_strike(error):
+            trace = traceback.extract_tb(error.__traceback__)
+            where = "; ".join(f"{f.filename}:{f.lineno} {f.name}" for f in trace)
+            return f"a strike became {type(error).__name__}: {str(error)[:300]} ({where[-1500:]})"
+    return ""
 
 
 def _comes_of_a_strike(error: BaseException) -> bool:
