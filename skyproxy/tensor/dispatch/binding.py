@@ -19,6 +19,7 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
+from skyproxy.tensor.dispatch.number_classes import key_of
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, OpInfo
 
 Number = bool | int | float | complex | None
@@ -143,7 +144,7 @@ class BoundCall:
             self.operands.append(value)
             return commands.VALUE
         value = _number(a)
-        self.key.append(type(value))  # not `kind`: the fast path would send a symbol as it is
+        self.key.append(key_of(value))  # not of `a`: the fast path would send a symbol as it is
         self.operands.append(value)
         return commands.VALUE
 
@@ -208,8 +209,9 @@ class BoundCall:
         if is_written or a.device.type != "cpu" or a.dim() != 0 or a.layout is not torch.strided:
             raise mixed_devices_error(self.info.name, self.device.torch_device, a.device)
         name = torch_codec.DTYPE_NAMES[a.dtype]
-        self.key.append(("host", name))
-        self.operands.append(number_of(a))
+        number = number_of(a)
+        self.key.append(("host", name, key_of(number)))
+        self.operands.append(number)
         return (commands.HOST_SCALAR, name)
 
     def _bind_list(self, items: Sequence[RemoteTensor | torch.Tensor | None], is_written: bool) -> object:

@@ -26,6 +26,7 @@ from skyproxy.tensor.core.user_lines import FOREIGN, OUTERMOST
 from skyproxy.tensor.dispatch.binding import is_host_number, number_of
 from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists
+from skyproxy.tensor.dispatch.number_classes import class_of, key_of
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
 from skyproxy.tensor.dispatch.overlaps import overlaps
 from skyproxy.tensor.dispatch.recording import count_changes, learn, record
@@ -141,7 +142,7 @@ def dispatch_remote(
             key.append(handle.meta)
             wire.append(handle.slot)
         elif kind is float:
-            key.append(float)
+            key.append(float if -128 <= a <= 127 else class_of(a))
             wire.append(a)
         else:
             how = info.kinds[len(key) - 1]
@@ -189,14 +190,18 @@ def dispatch_remote(
                     return record(info, func, args, kwargs or {})
                 wire.append(a)
             elif how == SCALAR:
-                key.append(tuple(map(type, a)) if kind is list else kind)
+                if kind is int:
+                    key.append(int if 0 < a <= 127 else class_of(a))
+                else:
+                    key.append(tuple(map(type, a)) if kind is list else kind)
                 wire.append(a)
             elif how == TENSOR and (kind is int or kind is bool or a is None or kind is complex):
-                key.append(kind)
+                key.append(kind if kind is not int or 0 < a <= 127 else class_of(a))
                 wire.append(a if a is not None else 0)
             elif how == TENSOR and kind is torch.Tensor and is_host_number(info, len(key) - 1, a):
-                key.append(("host", DTYPE_NAMES[a.dtype]))
-                wire.append(number_of(a))
+                number = number_of(a)
+                key.append(("host", DTYPE_NAMES[a.dtype], key_of(number)))
+                wire.append(number)
             else:
                 return record(info, func, args, kwargs or {})
     if device is None:
@@ -217,11 +222,11 @@ def dispatch_remote(
                 wire.append(handle.slot)
             elif kind in FIXED_TYPES or how == FIXED:
                 # Of fractions the values count in `linspace` and its like, which take a device.
-                if kind is torch.device and (a != device.torch_device or float in key):
+                if kind is torch.device and (a != device.torch_device or float in map(type, args)):
                     return record(info, func, args, kwargs)
                 key.append(tuple(a) if kind is list else a)
             elif how == SCALAR and kind is not list:
-                key.append(kind)
+                key.append(key_of(a))
                 wire.append(a)
             elif how == NUMBER and (kind is int or a is None):
                 key.append(a)

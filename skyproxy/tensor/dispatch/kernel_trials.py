@@ -22,6 +22,7 @@ from skyproxy.tensor.core.torch_private import (
     disable_current_modes,
     function_transform_level,
 )
+from skyproxy.tensor.dispatch.number_classes import is_huge, key_of
 from skyproxy.tensor.dispatch.op_info import GENERATOR, OpInfo
 
 _MOST_ELEMENTS = 1 << 12
@@ -56,13 +57,14 @@ def takes_dtypes(
     if not looks and not is_guessed:
         return True
     dtypes = [look.dtype for look in looks]
-    key = (info, *dtypes, *[not look.size for look in looks], *map(type, args), *kwargs)
+    numbers = map(key_of, (*args, *kwargs.values()))
+    key = (info, *dtypes, *[not look.size for look in looks], *numbers, *kwargs)
     if key in _taken and not is_guessed:
         return True
     is_small = not info.for_each and all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
     if torch.complex32 in dtypes:  # a trial would warn; few programs have it, so this asks
         return False
-    if not (is_small or info.is_pointwise or info.for_each) or not all(look.plain for look in looks):
+    if not (is_small or info.shrinks or info.for_each) or not all(look.plain for look in looks):
         return True
     if info.takes_masks and torch.uint8 in dtypes:  # which warns, too
         return True
@@ -92,6 +94,8 @@ def _are_usual(items: Iterable[object]) -> bool:
                 if found is not None or a.dtype not in _USUAL:  # type: ignore[attr-defined]
                     return False
                 found = a.dtype  # type: ignore[attr-defined]
+        elif (kind is float or kind is int) and is_huge(a):  # type: ignore[arg-type]
+            return False
         elif (kind is list or kind is tuple) and a and type(a[0]) is not int:  # type: ignore[index]
             for look in _looks(a):  # type: ignore[arg-type]
                 if look.dtype is not found:

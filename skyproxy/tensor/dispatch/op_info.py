@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from skyproxy.tensor.core.torch_private import OpOverload, has_kernel
+from skyproxy.tensor.dispatch import tried_ops
 from skyproxy.tensor.shapes.rules import Rule
 from skyproxy.tensor.shapes.sparse import RULES
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
@@ -181,52 +182,6 @@ _TAKE_WHOLE_NUMBERS = (
     "aten::take",
 )
 """Names of what takes positions or bits: to these, floating point may be the mistake."""
-_TRIED = frozenset(
-    "aten::" + name
-    for words in (
-        "add addbmm addmm addmv addr baddbmm bmm convolution dist div dot linalg_cross linear mm mul mv sub trace vdot",
-        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d",
-        "_cdist_forward _fft_c2c _fft_c2r _fft_r2c _pdist_forward bucketize grid_sampler_2d grid_sampler_3d",
-        "_linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd _trilinear cholesky",
-        "cholesky_inverse cholesky_solve geqrf linalg_cholesky_ex linalg_eig linalg_householder_product linalg_inv_ex",
-        "linalg_ldl_factor_ex linalg_lu linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular ormqr",
-        "_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data log_softmax",
-        "logcumsumexp logsumexp native_group_norm native_layer_norm softmax triangular_solve",
-        "_batch_norm_with_update _native_batch_norm_legit native_batch_norm",
-        "bernoulli cauchy exponential geometric log_normal multinomial normal rrelu_with_noise uniform",
-        "_prelu_kernel celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid_forward mish",
-        "relu silu softplus softshrink threshold",
-        "aminmax all amax amin any argmax argmin count_nonzero cummax cummin cumprod cumsum kthvalue max mean median",
-        "min mode nanmedian nansum prod quantile sort std std_mean sum topk var var_mean",
-        "col2im complex hash_tensor im2col polar",
-        "binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss multi_margin_loss smooth_l1_loss",
-        "nll_loss2d_forward nll_loss_forward soft_margin_loss",
-        "embedding gather index index_add index_copy index_fill index_reduce index_select take",
-        "index_put masked_scatter put",
-        "scatter scatter_add scatter_reduce linalg_vector_norm norm renorm",
-        "max_pool2d_with_indices max_pool3d_with_indices reflection_pad1d reflection_pad2d replication_pad1d",
-        "replication_pad2d _upsample_nearest_exact1d _upsample_nearest_exact2d upsample_bicubic2d upsample_bilinear2d",
-        "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d",
-        "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact3d max_pool1d reflection_pad3d",
-        "replication_pad3d _standard_gamma poisson random searchsorted fill full full_like masked_fill new_full",
-        "scalar_tensor",
-    )
-    for name in words.split()
-)
-"""Ops that compute no element for itself alone and may run here on numbers that mean nothing: no value leads their
-kernels out of their operands, and they do nothing else than compute. What warns is not here: it would warn twice."""
-_TRIED_WITH = {
-    "aten::fractional_max_pool2d": (0,),
-    "aten::fractional_max_pool3d": (0,),
-    "aten::linalg_ldl_solve": (1,),
-    "aten::linalg_lu_solve": (1,),
-    "aten::max_pool2d_with_indices_backward": (0,),
-    "aten::max_pool3d_with_indices_backward": (0,),
-}
-"""More of them, with the only value that does not lead their kernels out of their operands: pivots count from one, and
-positions in a window from zero."""
-_TRIAL_VALUES = (0, 1)
-"""Values that others are tried with: ones for what divides."""
 _DRAWS_FLOATS = frozenset("aten::" + name for name in ("rand", "rand_like", "randn", "randn_like"))
 """Ops that draw numbers of floating point for their results, and refuse to for others."""
 
@@ -274,6 +229,7 @@ class OpInfo:
         asks_cuda_for_shape: the same for workers with CUDA only.
         columns: whether its results for each place of its lists look as if that place came alone.
         is_pointwise: whether it computes each element for itself.
+        shrinks: whether a trial of its kernel may take tensors with fewer elements.
         is_tried: whether its kernel may run here, to see whether it takes some dtypes, see `kernel_trials`.
         trial_values: the values of the operands of such trials; one that goes well is enough.
         draws_floats: whether it makes random numbers, which whole numbers are not drawn as.
@@ -310,6 +266,7 @@ class OpInfo:
         "reshapes",
         "returns",
         "rule",
+        "shrinks",
         "special",
         "synchronizes",
         "takes_masks",
@@ -377,8 +334,9 @@ class OpInfo:
         self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
         self.is_matmul = self.name in ("aten::linear", "aten::matmul")
         self.is_pointwise = torch.Tag.pointwise in func.tags
-        self.is_tried = _may_be_tried(self.name, func, draws=GENERATOR in self.kinds)
-        self.trial_values = _TRIED_WITH.get(packet, _TRIAL_VALUES)
+        self.shrinks = tried_ops.shrinks(func)
+        self.is_tried = tried_ops.may_be_tried(func, draws=GENERATOR in self.kinds)
+        self.trial_values = tried_ops.trial_values(func)
         self.takes_whole_numbers = self.name.startswith(_TAKE_WHOLE_NUMBERS) or "shift" in self.name
         self.followed = self.name in _FOLLOWED
         knows = not self.asks_worker_for_shape or packet in _FAKED_WRONGLY  # there, a rule is better than fake kernels
@@ -436,26 +394,6 @@ def is_decomposed(name: str) -> bool:
     takes those whole, because it may have the kernel (`silu_backward`).
     """
     return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
-
-
-def _may_be_tried(name: str, func: OpOverload, draws: bool) -> bool:
-    """Return whether the kernel of an op may run here, for no other effect than its error.
-
-    Args:
-        name: of the overload.
-        func: the overload.
-        draws: whether it takes a generator, so that it may get another one than the program's.
-    """
-    if not name.startswith("aten::") or func.is_view:
-        return False
-    if torch.Tag.nondeterministic_seeded in func.tags and not draws:
-        return False
-    if name.startswith("aten::_foreach_"):  # but for a tensor of numbers, one a place
-        return not name.startswith("aten::_foreach_addc") or not name.endswith(".Tensor")
-    packet = name.partition(".")[0]
-    return (
-        (torch.Tag.pointwise in func.tags and not draws) or packet.removesuffix("_") in _TRIED or packet in _TRIED_WITH
-    )
 
 
 def _rule_of_view(func: OpOverload) -> Rule | None:

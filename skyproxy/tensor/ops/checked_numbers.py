@@ -20,6 +20,7 @@ _plain: dict[OpInfo, OpOverload] = {}
 
 
 @implements(
+    "aten::bernoulli_.float",
     "aten::cauchy_",
     "aten::exponential_",
     "aten::geometric_",
