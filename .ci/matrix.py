@@ -35,6 +35,8 @@ GROUPS: dict[str, tuple[list[str], str]] = {
     "tensor": (["tests/tensor"], FAST),
     "session": (["tests/session"], FAST),
     "server": (["tests/server"], FAST),
+    "security": (["tests/security"], FAST),
+    "functions": (["tests/functions"], FAST),
     "integration": (["tests/integration"], FAST),
     "sweep": (["tests/conformance"], "not gpu"),
     "metadata": (["tests/conformance/test_cuda_metadata.py"], "not gpu"),

@@ -108,7 +108,7 @@ def _alignments(given: dict[str, Any]) -> None:
 
 @_checks("_cdist_backward")
 def _distances_of_two(given: dict[str, Any]) -> None:
-    gradient = "grad_output" if "grad_output" in given else "grad"  # the former from torch 2.15 on
+    gradient = "grad_output" if "grad_output" in given else "grad"  # the former from torch 2.14 on
     left, right, grad, distances = (given[name] for name in ("x1", "x2", gradient, "cdist"))
     require(left.dim() >= 2 and right.dim() >= 2 and left.shape[-1] == right.shape[-1], "points have one dimension")
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])

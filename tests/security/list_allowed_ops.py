@@ -5,7 +5,8 @@
 The list is made of PyTorch's public operators, and of the private ones below, without those that a review took out;
 each of the latter stands here with its reason. `--recorded` names a JSON file with the operators that a client sent
 over the operator database, modules and optimizers (`tests/security/record_ops.py`): all of them must be on the list.
-Run it for the newest supported torch; a worker ignores names that its own torch does not have.
+Run it with the newest supported torch: names that only older ones have stay, and a worker ignores those that its own
+does not have.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import fnmatch
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -34,7 +36,7 @@ PRIVATE = """
     _native_batch_norm_* _neg_view _neg_view_copy _nnz _pack_padded_sequence_backward _padded_dense_to_jagged_*
     _pad_circular _pad_enum _pdist_* _prelu_kernel* _reshape_alias
     _safe_softmax _sample_dirichlet _scaled_dot_product_attention_math _scaled_dot_product_flash_attention_for_cpu*
-    _scaled_grouped_mm* _scaled_mm* _segment_reduce_backward _slow_conv2d_* _softmax* _sparse_addmm
+    _scaled_addmm* _scaled_grouped_mm* _scaled_mm* _segment_reduce_backward _slow_conv2d_* _softmax* _sparse_addmm
     _sparse_broadcast_to* _sparse_coo_tensor_unsafe _sparse_coo_tensor_with_dims* _sparse_csr_prod _sparse_csr_sum
     _sparse_log_softmax* _sparse_mask_projection _sparse_mm _sparse_mm_reduce_impl* _sparse_softmax* _sparse_sum*
     _sparse_sparse_matmul _spdiags _spsolve _standard_gamma* _thnn_fused_* _to_copy _to_cpu _to_dense _to_sparse*
@@ -53,7 +55,22 @@ PRIVATE = """
 
 REVIEWED_OUT: dict[str, tuple[str, ...]] = {
     "reads files, or prints": ("from_file", "_print"),
-    "changes a tensor behind autograd's or PyTorch's back": ("set_data", "data", "_lazy_clone", "retain_grad"),
+    "changes a tensor behind autograd's or PyTorch's back": (
+        "set_data",
+        "shallow_copy_data_",
+        "data",
+        "_lazy_clone",
+        "retain_grad",
+    ),
+    "names dimensions, which PyTorch gave up with 2.13": (
+        "align_*",
+        "refine_names",
+        "rename",
+        "rename_",
+        "*.*[Dd]imname*",
+        "*.*names*",
+        "*.*named*",
+    ),
     "belongs to autograd's graph, which a worker does not have": (
         "_backward",
         "get_gradients",
@@ -135,16 +152,23 @@ def reason_against(name: str, function: torch._ops.OpOverload) -> str:
     return ""
 
 
-def allowed() -> list[str]:
-    """The names, sorted."""
-    return sorted(name for name, function in candidates().items() if not reason_against(name, function))
+def allowed(listed: Collection[str]) -> list[str]:
+    """The names, sorted.
+
+    Args:
+        listed: names of before; those stay that another version has and this one does not.
+    """
+    here = candidates()
+    return sorted(
+        {name for name, function in here.items() if not reason_against(name, function)} | set(listed) - set(here)
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recorded", type=Path, help="what a client sent, by tests/security/record_ops.py")
     arguments = parser.parse_args()
-    names = allowed()
+    names = allowed(TARGET.read_text(encoding="ascii").split())
     if arguments.recorded is not None:
         missing = sorted(set(json.loads(arguments.recorded.read_text())) - set(names))
         if missing:

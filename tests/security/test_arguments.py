@@ -37,7 +37,8 @@ CTC = {
 }
 _LOSS, _ALPHA = aten._ctc_loss(*CTC.values())
 CTC_BACK = {"grad": f(2), **CTC, "neg_log_likelihood": _LOSS, "log_alpha": _ALPHA, "blank": 0}
-DISTANCES = {"grad": f(3, 4), "x1": f(3, 2), "x2": f(4, 2), "p": 2.0, "cdist": f(3, 4)}
+GRADIENT = torch.ops.aten._cdist_backward.default._schema.arguments[0].name  # "grad_output" from torch 2.14 on
+DISTANCES = {GRADIENT: f(3, 4), "x1": f(3, 2), "x2": f(4, 2), "p": 2.0, "cdist": f(3, 4)}
 EXTREMES = {"self": f(4, 4), "values": f(4, 4), "indices": torch.zeros(4, 4, dtype=torch.int64), "dim": 1}
 HALF = torch.bfloat16
 _PACKED = aten._convert_weight_to_int4pack_for_cpu(torch.ones(64, 64, dtype=torch.int32), 2)
@@ -114,7 +115,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             {"blank": 4},
         )
     ),
-    *(("_cdist_backward", DISTANCES, wrong) for wrong in ({"cdist": f(0)}, {"grad": f(3, 3)}, {"x1": f(2, 2)})),
+    *(("_cdist_backward", DISTANCES, wrong) for wrong in ({"cdist": f(0)}, {GRADIENT: f(3, 3)}, {"x1": f(2, 2)})),
     *(
         (name, EXTREMES, wrong)
         for name in ("_cummax_helper", "_cummin_helper")
