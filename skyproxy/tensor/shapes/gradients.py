@@ -83,11 +83,12 @@ _activation("elu_backward", 5)
 
 @rule("glu_backward")
 def _glu(gradient: Meta, x: Meta, dim: int) -> RuleResult:
-    fits = _are_alike(gradient, x) and are_row_major(x) and type(dim) is int and -len(x.size) <= dim < len(x.size)
+    """Row-major, however the operands lie: the kernel resizes what has no elements yet."""
+    fits = _are_alike(gradient, x) and type(dim) is int and -len(x.size) <= dim < len(x.size)
     if not fits or x.size[dim] % 2:
         return None
     at = dim % len(x.size)
-    return [(_look_like(x), None)] if gradient.size == (*x.size[:at], x.size[at] // 2, *x.size[at + 1 :]) else None
+    return [fresh(x.size, x.dtype)] if gradient.size == (*x.size[:at], x.size[at] // 2, *x.size[at + 1 :]) else None
 
 
 @rule("_prelu_kernel_backward")
@@ -121,7 +122,14 @@ def _loss(name: str) -> None:
 
 
 _loss("binary_cross_entropy_backward")
-_loss("soft_margin_loss_backward")
+
+
+@rule("soft_margin_loss_backward")
+def _soft_margin(gradient: Meta, x: Meta, target: Meta, reduction: object) -> RuleResult:
+    """Of the second operand's dtype, whatever the others': the kernel writes into what was made like it."""
+    fits = plain(gradient, x, target) and x.dtype in FLOATS and target.dtype in FLOATS and 0 not in x.size
+    fits = fits and type(reduction) is int and x.size == target.size and gradient.size in ((), x.size)
+    return in_kernel_order("soft_margin_loss_backward", [_look_like(x)], gradient, x, target) if fits else None
 
 
 def _can_be_classes(x: Meta, target: Meta, weight: Meta | None, reduction: object) -> bool:

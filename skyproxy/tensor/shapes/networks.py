@@ -204,9 +204,17 @@ def _softmax_backward(gradient: Meta, output: Meta, dim: int, dtype: torch.dtype
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
-@rule("smooth_l1_loss huber_loss")
+@rule("smooth_l1_loss")
 def _bent_loss(x: Meta, target: Meta, reduction: int = 1, bend: float = 1.0) -> RuleResult:
     return _loss(x, target, reduction) if type(bend) in (int, float) and bend > 0 else None
+
+
+@rule("huber_loss")
+def _huber_loss(x: Meta, target: Meta, reduction: int = 1, bend: float = 1.0) -> RuleResult:
+    """Of the first operand's dtype, whatever the target's: the kernel writes into what was made like it."""
+    if not _are_compared(x, target) or x.dtype is target.dtype or reduction not in (0, 1, 2):
+        return _bent_loss(x, target, reduction, bend)
+    return [fresh((), x.dtype)] if reduction else in_kernel_order("huber_loss", [_row_major(x)], x, target, 0)
 
 
 @rule("mse_loss")
@@ -219,16 +227,19 @@ def _loss(x: Meta, target: Meta, reduction: int = 1) -> RuleResult:
 
 @rule("mse_loss_backward smooth_l1_loss_backward huber_loss_backward")
 def _loss_backward(gradient: Meta, x: Meta, target: Meta, reduction: int, *numbers: object) -> RuleResult:
-    """Row-major, however the operands lie: the kernels write into zeros that were made so."""
-    fits = plain(gradient, x, target) and x.dtype in FLOATS and gradient.dtype is target.dtype is x.dtype
-    fits = fits and x.size == target.size and gradient.size in ((), x.size)
+    """Row-major and of the first operand's dtype: the kernels write into zeros that were made so."""
+    fits = plain(gradient) and _are_compared(x, target) and gradient.size in ((), x.size)
     return [fresh(x.size, x.dtype)] if fits else None
+
+
+def _are_compared(x: Meta, target: Meta) -> bool:
+    fits = plain(x, target) and x.dtype in FLOATS and (target.dtype in FLOATS or target.dtype in INTEGERS)
+    return fits and x.size == target.size
 
 
 @rule("soft_margin_loss")
 def _soft_margin(x: Meta, target: Meta, reduction: int = 1) -> RuleResult:
-    fits = plain(x, target) and x.dtype in FLOATS and x.dtype is target.dtype and x.size == target.size
-    if not fits or reduction not in (0, 1, 2):
+    if not _are_compared(x, target) or reduction not in (0, 1, 2):
         return None
     return [fresh((), x.dtype)] if reduction else in_kernel_order("soft_margin_loss", [_row_major(x)], x, target, 0)
 

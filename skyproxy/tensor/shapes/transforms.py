@@ -285,7 +285,9 @@ def _exponential(a: Meta) -> RuleResult:
 
 @rule("linalg_pinv.atol_rtol_tensor")
 def _pseudoinverse(a: Meta, *, atol: object = None, rtol: object = None, hermitian: object = False) -> RuleResult:
-    fits = _are_matrices(a) and all(t is None or (type(t) is Meta and not t.dtype.is_complex) for t in (atol, rtol))
+    given = [t for t in (atol, rtol) if t is not None]
+    # Tolerances with dimensions are broadcast with the matrices.
+    fits = _are_matrices(a) and all(type(t) is Meta and not t.size and not t.dtype.is_complex for t in given)
     fits = fits and (not hermitian or a.size[-1] == a.size[-2])
     return [fresh((*a.size[:-2], a.size[-1], a.size[-2]), a.dtype)] if fits else None
 

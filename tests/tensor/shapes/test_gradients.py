@@ -139,7 +139,13 @@ ROWS: dict[str, tuple[Layer, str]] = {
     "between bounds": (lambda x: x.clamp(-0.5, 0.5), "logical_and_"),
     "turned around": (lambda x: x.roll(1, 1), "roll"),
     "on a diagonal": (lambda x: torch.diag_embed(x, 1, 0, 2), "diag_embed"),
-    "halves": (lambda x: F.glu(x.contiguous()), "glu_backward"),
+    "halves": (F.glu, "glu_backward"),
+    "squares with doubles": (lambda x: F.mse_loss(x, x.detach().double()), "mse_loss_backward"),
+    "smooth squares with doubles": (
+        lambda x: F.smooth_l1_loss(x, x.detach().double(), reduction="none"),
+        "smooth_l1_loss_backward",
+    ),
+    "soft margin with doubles": (lambda x: F.soft_margin_loss(x, x.detach().double()), "soft_margin_loss_backward"),
     "by channel": (lambda x: F.prelu(x.transpose(1, 2), _ROW), "_prelu_kernel_backward"),
     **{
         f"activation {name}": (getattr(torch, name, None) or getattr(F, name), f"{op or name}_backward")

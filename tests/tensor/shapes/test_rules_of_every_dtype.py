@@ -66,3 +66,26 @@ def test_complex_numbers_go_with_integers_that_nothing_else_is_promoted_with(dty
             found, expected = compute(x.to(sky1), number), compute(x, number)
             assert found.dtype is expected.dtype
             assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "l1_loss"])
+def test_losses_of_floats_take_targets_of_another_dtype(
+    name: str, reduction: str, dtype: torch.dtype, sky1: str
+) -> None:
+    """Labels that come from NumPy are float64, and predictions are not; the gradient is of the predictions' dtype."""
+    target = torch.tensor([[1, 0, 1], [0, 1, 1]], dtype=dtype)
+    results = []
+    for device in ("cpu", sky1):
+        x = torch.linspace(-1, 1, 6).view(3, 2).to(device).t().requires_grad_()
+        loss = getattr(torch.nn.functional, name)(x, target.to(device), reduction=reduction)
+        if name != "huber_loss":  # whose gradient PyTorch refuses for two dtypes
+            loss.sum().backward()
+        results.append((loss.detach().cpu(), None if x.grad is None else x.grad.cpu()))
+    for found, expected in zip(*results, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert found.dtype is expected.dtype
+            assert found.stride() == expected.stride()
+            assert torch.equal(found, expected)

@@ -140,3 +140,10 @@ def test_pseudoinverses_of_hermitian_matrices_are_of_square_ones(size: tuple[int
     x = torch.ones(size)
     assert mismatch("linalg_pinv.atol_rtol_tensor", (x,), {"hermitian": True}) is None
     assert mismatch("linalg_pinv.atol_rtol_tensor", (x,), {}) is None
+
+
+@pytest.mark.parametrize("tolerance", [(), (1,), (4,), (3, 1)], ids=str)
+def test_tolerances_of_pseudoinverses_are_broadcast_with_the_matrices(tolerance: tuple[int, ...], sky1: str) -> None:
+    x, rtol = torch.arange(24.0).view(2, 3, 4)[:1], torch.full(tolerance, 1e-3)
+    assert mismatch("linalg_pinv.atol_rtol_tensor", (x,), {"rtol": rtol}) is None
+    assert torch.equal(torch.linalg.pinv(x.to(sky1), rtol=rtol.to(sky1)).cpu(), torch.linalg.pinv(x, rtol=rtol))
