@@ -220,7 +220,8 @@ def _infer_columns(call: BoundCall) -> Entry | None:
     lists = [a for a in call.args if type(a) in (list, tuple)]
     length = max(map(len, lists), default=0)
     named = any(type(a) in (list, tuple) for a in call.kwargs.values())
-    if named or length == 0 or any(len(a) not in (0, length) for a in lists):
+    numbers = [a for a in call.args if isinstance(a, torch.Tensor) and type(a) is not RemoteTensor and a.dim() == 1]
+    if named or length == 0 or any(len(a) not in (0, length) for a in (*lists, *numbers)):
         return _infer_by_fake(call)
     first: dict[tuple[object, ...], int] = {}
     column_of = [

@@ -27,6 +27,7 @@ from skyproxy.tensor.dispatch.op_info import GENERATOR, OpInfo
 
 _MOST_ELEMENTS = 1 << 12
 """Operands of more elements are not tried; elementwise operations are, on smaller ones."""
+_MOST_DIMENSIONS = 64
 _MOST_KINDS = 4096
 _taken: set[tuple[object, ...]] = set()
 """Kinds of calls that kernels took. Refused ones are tried again: it may have been for their sizes."""
@@ -46,10 +47,14 @@ def takes_dtypes(
             numbers nor dtypes: it is tried each time.
     """
     if not info.is_tried:
+        if info.for_each and _has_too_few_numbers(args):
+            return False
         return not info.draws_floats or all(look.dtype.is_floating_point or look.dtype.is_complex for look in made)
+    if any(isinstance(a, Meta) and len(a.size) > _MOST_DIMENSIONS for a in args):
+        return False  # some kernels refuse these, those without values do not
     if not is_guessed and not info.takes_whole_numbers:
         values = (*args, *kwargs.values()) if kwargs else args
-        if _are_usual(values) and not (info.for_each and _has_truth_values(args)):
+        if _are_usual(values) and not ((info.for_each or info.shrinks) and _has_truth_values(args)):
             return True
     if info.for_each:
         args = _different_places(args)
@@ -117,8 +122,14 @@ def _looks(items: Iterable[object]) -> list[Meta]:
 
 
 def _has_truth_values(args: Iterable[object]) -> bool:
-    """Return whether there is a truth value among the numbers of lists, which subtraction refuses."""
+    """Return whether there is a truth value among the numbers, also those of lists, which subtraction refuses."""
     return any(type(a) is bool or (type(a) in (list, tuple) and bool in map(type, a)) for a in args)  # type: ignore[call-overload]
+
+
+def _has_too_few_numbers(args: Sequence[Any]) -> bool:
+    """Return whether a tensor of numbers, one a place of the lists, has another number of them."""
+    sizes = [a.size if isinstance(a, Meta) else a.shape for a in args if isinstance(a, (Meta, torch.Tensor))]
+    return any(len(size) != 1 or size[0] != len(args[0]) for size in sizes)
 
 
 def _different_places(args: Sequence[object]) -> list[object]:

@@ -106,6 +106,14 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ),
     "a truth value subtracted in a list": lambda x, i: torch._foreach_sub([x, x], [True, True]),
     "a truth value subtracted from a list": lambda x, i: torch._foreach_sub([x, x], True),
+    "a truth value subtracted in place": lambda x, i: x.sub_(True),
+    "signs of truth values in place": lambda x, i: i.bool().abs_(),
+    "a comparison with a complex number in place": lambda x, i: x.lt_(1j),
+    "a divisor of floating point in place": lambda x, i: x.gcd_(x),
+    "a sample of more dimensions than a kernel has": lambda x, i: x.reshape([1] * 64 + [3]).amax(0),
+    "too few factors in a tensor": lambda x, i: torch._foreach_addcmul_(
+        [x[:0], x], [x[:0], x], [x[:0], x], torch.ones(1)
+    ),
     "a row of no rows": lambda x, i: x[:0][i],
     "a column of no columns": lambda x, i: x.new_empty(2, 0)[:, [0, 1]],
     "a triangle that there is not": lambda x, i: torch.linalg.eigvalsh(x.diag(), UPLO="a"),
