@@ -14,6 +14,8 @@ from skyproxy.tensor.core.addresses import Memory
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from skyproxy.tensor.core.devices import Handle
 
 
@@ -46,6 +48,11 @@ def note_change(handle: Handle, meta: Meta) -> None:
             memory.resize(needed)
 
 
+def is_beyond(handle: Handle, metas: Iterable[Meta]) -> bool:
+    """Return whether views of a tensor that look so would reach beyond its memory."""
+    return any(bytes_needed(meta) > memory_of(handle).byte_count for meta in metas)
+
+
 class MemorySlice(Memory):
     """A part of another storage's memory; has a key of its own, as PyTorch's storages of slices do.
 
@@ -72,4 +79,4 @@ class MemorySlice(Memory):
         return plain_meta(meta.size, meta.dtype, meta.stride, meta.offset + self.start // meta.dtype.itemsize)
 
 
-__all__ = ["Memory", "MemorySlice", "bytes_needed", "memory_of", "note_change"]
+__all__ = ["Memory", "MemorySlice", "bytes_needed", "is_beyond", "memory_of", "note_change"]

@@ -49,7 +49,7 @@ def takes_dtypes(
     if not info.is_tried:
         if info.for_each and _has_too_few_numbers(args):
             return False
-        return not info.draws_floats or all(look.dtype.is_floating_point or look.dtype.is_complex for look in made)
+        return not info.draws_floats or all(look.dtype in _DRAWN for look in made)
     if any(isinstance(a, Meta) and len(a.size) > _MOST_DIMENSIONS for a in args):
         return False  # some kernels refuse these, those without values do not
     if not is_guessed and not info.takes_whole_numbers:
@@ -72,7 +72,7 @@ def takes_dtypes(
     if not (is_small or info.shrinks or info.for_each) or not all(look.plain for look in looks):
         return True
     if info.takes_masks and torch.uint8 in dtypes:  # which warns, too
-        return True
+        return not is_guessed
     if count_dispatch_modes() or function_transform_level() is not None:
         return True
     if not any(_runs(info, args, kwargs, value, is_small) for value in info.trial_values):
@@ -85,6 +85,8 @@ def takes_dtypes(
     return True
 
 
+_DRAWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
+"""Dtypes that random numbers are drawn in; for others, the worker is asked."""
 _USUAL = (torch.float32, torch.float64)
 """Dtypes that whatever takes numbers takes, alone; of halves, many kernels have none."""
 

@@ -66,10 +66,12 @@ def _pairs(info: OpInfo, args: Sequence[object], kwargs: Mapping[str, object]) -
         if name not in info.writes or (type(target) is list and not info.for_each):
             continue
         for a in read:
-            if (
-                type(target) is list
-            ):  # not with one number for all: each step of an optimizer would search the list for it
-                yield from zip(target, a, strict=False) if type(a) is list else ()
+            if type(target) is list:
+                # A tensor with a memory of its own, as the factor of an optimizer has it, is not searched for.
+                if type(a) is list:
+                    yield from zip(target, a, strict=False)
+                elif isinstance(a, Meta) or (type(a) is RemoteTensor and a._sky.root is not None):
+                    yield from zip(target, repeat(a), strict=False)
             elif type(a) is list:
                 yield from zip(repeat(target), a, strict=False)
             else:
@@ -78,8 +80,8 @@ def _pairs(info: OpInfo, args: Sequence[object], kwargs: Mapping[str, object]) -
 
 def _collide(target: Meta, other: Meta, by_element: bool) -> bool:
     """Return whether these two views of one memory overlap, other than by being the same, if that is all right."""
-    if target is other and by_element:
-        return False
+    if target is other:  # which may be one tensor; kernels refuse that even where it has no elements
+        return not by_element
     if target.layout is not _strided or other.layout is not _strided or 0 in (*target.size, *other.size):
         return False
     if not (_is_dense(target) and _is_dense(other)):

@@ -20,6 +20,7 @@ from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core import host_copies, known_values
 from skyproxy.tensor.core.devices import Handle, SkyDevice
 from skyproxy.tensor.core.known_values import KnownMeta
+from skyproxy.tensor.core.memory import is_beyond
 from skyproxy.tensor.core.metadata import Meta, meta_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class, make_tensor, make_view, set_metadata
 from skyproxy.tensor.core.torch_private import OpOverload, TensorBase
@@ -40,6 +41,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 _VALUES = frozenset({NUMBER, SCALAR})
 _NUMBERS = frozenset({int, float, list})
 _record_lines = SETTINGS.record_lines
+_REACHING = "aten::as_strided"
+"""The view that may reach beyond the memory of its tensor; a rule knows of those within what the tensor covers."""
 _MANY_TENSORS = 50_000
 """Operations that take and give more tensors than this begin a batch."""
 _MOST_TENSORS = 250_000
@@ -117,10 +120,14 @@ def run(call: BoundCall) -> Any:
         entry.number = _signature(call, entry)
         if call.info.writes and may_overlap(call.info, looks, named):
             entry.guard()
+        if call.info.name == _REACHING:
+            entry.simple = False  # of memory, which is looked at each time, the key says nothing
         device.remember(key, entry)
         expected = bool(entry.made)
     if call.info.writes and overlaps(call.info, call.args, call.kwargs) and not is_capturing():
         return ask(call)  # most kernels refuse that
+    if call.info.name == _REACHING and not entry.simple and is_beyond(call.tensors[0]._sky, entry.made):
+        return ask(call)
     if entry.changed:
         check_reshaped([call.tensors[position]._sky for position, _ in entry.changed])
         # Sent each time: even if the op fails, the worker learns what the tensors look like from now on.

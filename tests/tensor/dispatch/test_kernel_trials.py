@@ -118,6 +118,9 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "a column of no columns": lambda x, i: x.new_empty(2, 0)[:, [0, 1]],
     "a triangle that there is not": lambda x, i: torch.linalg.eigvalsh(x.diag(), UPLO="a"),
     "a complex tolerance": lambda x, i: torch.linalg.pinv(x.diag(), rtol=x.sum().to(torch.complex64)),
+    "a mask of bytes of another length": lambda x, i: x.__setitem__(i.to(torch.uint8)[:2], 1),
+    "a triangle of unsigned numbers": lambda x, i: i.expand(3, 3).to(torch.uint16).tril(),
+    "random numbers of eight bits": lambda x, i: torch.rand(3, dtype=torch.float8_e5m2, device=x.device),
     "windows of integers": lambda x, i: F.unfold(i.reshape(1, 1, 1, 3), 1),
 }
 

@@ -30,6 +30,10 @@ REFUSED: dict[str, Operation] = {
     "rows added to rows": lambda x, m, i: m.index_add_(0, i[:3], m),
     "elements put in place of elements": lambda x, m, i: x.index_put_((i,), x),
     "elements scattered over themselves": lambda x, m, i: x.scatter_(0, i, x),
+    "no elements scattered over themselves": lambda x, m, i: (lambda none: none.scatter_(0, i[:0], none))(x[:0]),
+    "rows without elements added to themselves": lambda x, m, i: (lambda none: none.index_add_(0, i[:3], none))(
+        m[:, :0]
+    ),
     "what is gathered as the target": lambda x, m, i: torch.gather(x, 0, i, out=x),
     "parts joined in their place": lambda x, m, i: torch.cat([x[:2], x[2:]], out=x),
 }
@@ -51,6 +55,8 @@ TAKEN: dict[str, Operation] = {
     "another element": lambda x, m, i: m.mul_(x[0]),
     "lists of the same": lambda x, m, i: torch._foreach_add_([x, m], [x, m]),
     "a list and an element elsewhere": lambda x, m, i: torch._foreach_mul_([m], x[1]),
+    "a list and an element outside": lambda x, m, i: torch._foreach_mul_([m[1:], x], m[0][0]),
+    "a list and a number": lambda x, m, i: torch._foreach_mul_([m, x], x.sum()),
     "other rows": lambda x, m, i: m.index_copy_(0, i[:2], m[:2].clone()),
     "a target apart": lambda x, m, i: torch.add(x[:3], 1, out=x[3:]),
     "by a mask of itself": lambda x, m, i: x.masked_fill_(x > 2, 1),
