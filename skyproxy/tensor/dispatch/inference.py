@@ -51,11 +51,12 @@ _ANSWERS_DEPEND_ON_VALUES = frozenset(
     {
         *("aten::is_set_to", "aten::_nested_tensor_from_mask_left_aligned"),
         *("aten::nonzero", "aten::masked_select", "aten::bincount"),
-        *("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive"),
+        *("aten::_unique", "aten::_unique2", "aten::unique_dim"),
+        *("aten::unique_consecutive", "aten::unique_dim_consecutive"),
     }
 )
-"""Ops whose plain answers would be guessed wrong: fake tensors know nothing of values, nor of shared storages. Of those
-whose sizes depend on values they would say nothing, after more than a millisecond.
+"""Ops whose answers, also those into `out=`, would be guessed wrong: fake tensors know nothing of values, nor of shared
+storages. Of those whose sizes depend on values they would say nothing, after more than a millisecond.
 """
 
 
@@ -74,7 +75,8 @@ MASKS = (torch.bool, torch.uint8)
 
 def infer(call: BoundCall) -> Entry | None:
     """Infer what the results of `call` look like; None where only the worker can tell."""
-    if call.info.name in _ANSWERS_DEPEND_ON_VALUES or (call.info.name == "aten::index.Tensor" and _has_mask(call)):
+    packet = call.info.name.partition(".")[0]
+    if packet in _ANSWERS_DEPEND_ON_VALUES or (packet == "aten::index" and _has_mask(call)):
         return None
     if call.info.rule is not None:
         found = _ask_rule(call)

@@ -180,3 +180,42 @@ def test_what_a_function_writes_is_noticed(sky: str) -> None:
 
     node.run(fill, mask)
     assert len(x[mask]) == LENGTH
+
+
+ATEN = torch.ops.aten
+INTO: dict[str, tuple[int, Callable[..., object]]] = {
+    "index": (1, lambda x, out: ATEN.index.Tensor_out(x, [x > 0], out=out)),
+    "masked_select": (1, lambda x, out: torch.masked_select(x, x > 0, out=out)),
+    "nonzero": (1, lambda x, out: torch.nonzero(x, out=out)),
+    "bincount": (1, lambda x, out: ATEN.bincount.out(x.flatten(), out=out)),
+    "_unique": (2, lambda x, *out: ATEN._unique.out(x, True, True, out0=out[0], out1=out[1])),
+    "_unique2": (3, lambda x, *out: ATEN._unique2.out(x, True, True, True, **named(out))),
+    "unique_dim": (3, lambda x, *out: ATEN.unique_dim.out(x, 0, True, True, True, **named(out))),
+    "unique_consecutive": (3, lambda x, *out: ATEN.unique_consecutive.out(x, True, True, **named(out))),
+    "unique_dim_consecutive": (3, lambda x, *out: ATEN.unique_dim_consecutive.out(x, 0, True, True, **named(out))),
+}
+
+
+def named(out: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    return {f"out{number}": tensor for number, tensor in enumerate(out)}
+
+
+@pytest.mark.parametrize("name", INTO)
+def test_given_results_have_the_size_that_the_values_say_each_time(sky: str, name: str) -> None:
+    count, function = INTO[name]
+    for values in ([[3, 3], [1, 0]], [[0, 0], [0, 0]], [[1, 2], [3, 4]], [[3, 3], [1, 0]]):
+        found = []
+        for device in ("cpu", sky):
+            out = [torch.empty(0, dtype=torch.int64, device=device) for _ in range(count)]
+            function(torch.tensor(values).to(device), *out)
+            found.append([tensor.cpu() for tensor in out])
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_what_autograd_asks_of_an_index_has_the_size_of_its_values(sky: str) -> None:
+    """Up to torch 2.12 the derivative of `index_fill` finds the different ones of the index by `_unique`."""
+    for values in ([0, 1, 2], [0, 0, 0], [2, 1, 2]):
+        assert torch.equal(torch._unique(torch.tensor(values).to(sky))[0].cpu(), torch.tensor(values).unique())
+        x, value = torch.ones(3, 4, device=sky, requires_grad=True), torch.tensor(2.0, device=sky, requires_grad=True)
+        x.index_fill(0, torch.tensor(values).to(sky), value).square().sum().backward()
+        assert value.grad.item() == 16 * len(set(values))
