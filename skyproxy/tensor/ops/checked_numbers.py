@@ -31,7 +31,7 @@ _plain: dict[OpInfo, OpOverload] = {}
     "aten::uniform_",
 )
 def _check_numbers(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    key = (info, args[0].dtype, args[1:])
+    key = (info, args[0].dtype, not args[0].numel(), args[1:])
     if key not in _taken:
         _try_numbers(func, args)
         if len(_taken) >= _MOST_NUMBERS:
@@ -42,12 +42,12 @@ def _check_numbers(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs
 
 
 def _try_numbers(func: OpOverload, args: tuple[Any, ...]) -> None:
-    """Run the kernel of the CPU on one element.
+    """Run the kernel of the CPU on one element, or on none where the tensor has none.
 
     Raises:
         RuntimeError: it refuses the numbers, in its words.
     """
-    element = torch.ones(1, dtype=args[0].dtype, device="cpu")
+    element = torch.ones(min(1, args[0].numel()), dtype=args[0].dtype, device="cpu")
     # The program's own random numbers go on as if nothing had been drawn.
     named = {"generator": torch.Generator()} if any(a.name == "generator" for a in func._schema.arguments) else {}
     try:

@@ -70,3 +70,10 @@ def test_checks_draw_no_random_numbers_of_the_program_and_wait_for_nothing(sky: 
     there.normal_(0, 7), halves.uniform_(0, 7), there.exponential_(7), Exponential(there, validate_args=False).rsample()
     assert torch.sky.stats()["round_trips"] == before
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_nothing_is_drawn_in_any_dtype(sky: str) -> None:
+    with pytest.raises(RuntimeError, match="continuous"):
+        torch.ones(2, dtype=torch.int64, device=sky).exponential_()
+    assert torch.ones(0, dtype=torch.int64, device=sky).exponential_().tolist() == []
+    torch.sky.synchronize()
