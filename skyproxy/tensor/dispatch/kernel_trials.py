@@ -8,6 +8,7 @@ line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,7 +27,11 @@ from skyproxy.tensor.dispatch.number_classes import is_huge, key_of
 from skyproxy.tensor.dispatch.op_info import GENERATOR, OpInfo
 
 _MOST_ELEMENTS = 1 << 12
-"""Operands of more elements are not tried; elementwise operations are, on smaller ones."""
+"""Operands of more elements are tried on smaller ones."""
+_CUT = 4
+"""Elements along each dimension of these; elementwise operations do with fewer."""
+_LARGEST_PRODUCT = 1 << 16
+"""Numbers of the call may be sizes: where they are larger, a trial would cost too much."""
 _MOST_DIMENSIONS = 64
 _MOST_KINDS = 4096
 _taken: set[tuple[object, ...]] = set()
@@ -69,16 +74,20 @@ def takes_dtypes(
     is_small = not info.for_each and all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
     if torch.complex32 in dtypes:  # a trial would warn; few programs have it, so this asks
         return False
-    if not (is_small or info.shrinks or info.for_each) or not all(look.plain for look in looks):
+    if not all(look.plain for look in looks):
         return True
     if info.takes_masks and torch.uint8 in dtypes:  # which warns, too
         return not is_guessed
     if count_dispatch_modes() or function_transform_level() is not None:
         return True
-    if not any(_runs(info, args, kwargs, value, is_small) for value in info.trial_values):
+    if is_small or info.shrinks or info.for_each:
+        most = None if is_small else 2
+        if not any(_runs(info, args, kwargs, value, most) for value in info.trial_values):
+            return False
+        if is_guessed:
+            return True
+    elif key not in _taken and not _are_usual(looks) and _refuses_dtypes(info, args, kwargs):
         return False
-    if is_guessed:
-        return True
     if len(_taken) >= _MOST_KINDS:
         _taken.clear()
     _taken.add(key)
@@ -151,13 +160,34 @@ def _count(look: Meta) -> int:
     return count
 
 
-def _runs(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], value: int, is_small: bool) -> bool:
-    """Return whether the kernel takes tensors that look so, of one value; large ones in a small form."""
+def _refuses_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any]) -> bool:
+    """Return whether small operands in the place of large ones are refused, and would not be if they were float32.
+
+    Sizes that do not go together when they are cut, or with the call's numbers, are refused in both, and show nothing.
+    """
+    numbers = (n for a in (*args, *kwargs.values()) for n in (a if type(a) in (list, tuple) else [a]))
+    if math.prod(abs(n) for n in numbers if type(n) is int and n) > _LARGEST_PRODUCT:
+        return False
+    values = info.trial_values
+    return not any(_runs(info, args, kwargs, value, _CUT) for value in values) and any(
+        _runs(info, args, kwargs, value, _CUT, torch.float32) for value in values
+    )
+
+
+def _runs(
+    info: OpInfo,
+    args: Sequence[object],
+    kwargs: dict[str, Any],
+    value: int,
+    most: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> bool:
+    """Return whether the kernel takes tensors that look so, of one value; cut to a size, and of a dtype, if given."""
 
     def stand_in(a: object) -> object:
         if isinstance(a, Meta):
-            size = a.size if is_small else [min(n, 2) for n in a.size]
-            return torch.full(size, value, dtype=a.dtype, device="cpu")
+            size = a.size if most is None else [min(n, most) for n in a.size]
+            return torch.full(size, value, dtype=dtype or a.dtype, device="cpu")
         if type(a) in (list, tuple):
             return [stand_in(item) for item in a]  # type: ignore[attr-defined]
         if isinstance(a, torch.device):

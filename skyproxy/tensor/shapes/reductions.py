@@ -5,6 +5,8 @@ See `shapes.rules`; this module completes its table. Results are row-major, what
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from skyproxy.tensor.core.metadata import Meta
@@ -179,7 +181,11 @@ def _norm(
 ) -> RuleResult:
     widens = dtype is None or (dtype in FLOATS and promoted(x.dtype, dtype) is dtype)
     size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and widens else None
-    return [fresh(size, dtype or x.dtype)] if size is not None and type(order) in (int, float) else None
+    if size is None or (type(order) is not int and type(order) is not float):
+        return None
+    if 0 in x.size and (order < 0 or order == math.inf):
+        return None  # of no elements there is no largest one, and no smallest
+    return [fresh(size, dtype or x.dtype)]
 
 
 @rule("norm.ScalarOpt_dim")

@@ -114,6 +114,12 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "too few factors in a tensor": lambda x, i: torch._foreach_addcmul_(
         [x[:0], x], [x[:0], x], [x[:0], x], torch.ones(1)
     ),
+    "the largest of no elements": lambda x, i: torch.linalg.vector_norm(x[:0].reshape(0, 2), float("inf")),
+    "the smallest of no elements": lambda x, i: torch.linalg.vector_norm(x.reshape(3, 1)[:, :0], float("-inf"), dim=1),
+    "probabilities of many integers": lambda x, i: torch.softmax(i.new_ones(300, 300), 1),
+    "many integers between others": lambda x, i: F.interpolate(i.new_ones(1, 3, 64, 64), (100, 100)),
+    "pictures of many truth values": lambda x, i: F.avg_pool2d(i.new_ones(2, 3, 64, 64).bool(), 2),
+    "a mean of many integers": lambda x, i: i.new_ones(300, 300).mean(1),
     "a row of no rows": lambda x, i: x[:0][i],
     "a column of no columns": lambda x, i: x.new_empty(2, 0)[:, [0, 1]],
     "a triangle that there is not": lambda x, i: torch.linalg.eigvalsh(x.diag(), UPLO="a"),
