@@ -30,7 +30,7 @@ from skyproxy.tensor.dispatch.fake_tensors import fake_mode, fake_tensor
 from skyproxy.tensor.dispatch.op_info import TENSOR, OpInfo
 from skyproxy.tensor.shapes.elementwise import broadcast_sizes, preserved_stride
 from skyproxy.tensor.shapes.kernel_strides import corrected, corrected_lists
-from skyproxy.tensor.shapes.rules import TARGET, Look, RuleAnswer, is_written_twice, keeps_target
+from skyproxy.tensor.shapes.rules import TARGET, Look, RuleAnswer, is_written_twice, keeps_target, row_major
 
 if TYPE_CHECKING:
     from skyproxy.tensor.dispatch.binding import BoundCall
@@ -62,6 +62,9 @@ storages. Of those whose sizes depend on values they would say nothing, after mo
 
 _FILLS_EMPTY = frozenset({"aten::_fused_moving_avg_obs_fq_helper"})
 """Ops that give tensors which they write a size, where those have none yet: observers of each channel."""
+
+_FILL_NO_EMPTY = frozenset({"aten::normal.Tensor_float_out"})
+"""Ops that refuse a target of another size than their operands, be it empty."""
 
 _MASKED = frozenset({"aten::native_batch_norm_backward", "aten::batch_norm_backward"})
 """Ops whose fake kernels give a gradient also where `output_mask` says that nobody wants it."""
@@ -100,21 +103,30 @@ def infer(call: BoundCall) -> Entry | None:
 
 
 def infer_filled(call: BoundCall) -> Entry | None:
-    """Infer an `out=` form whose targets have the sizes and dtypes of its results, and stay as they are; else None."""
+    """Infer an `out=` form whose targets have the sizes and dtypes of its results, or are empty; else None.
+
+    Empty ones (`torch.empty(0)`) take the size of the result. They lie row by row where a fresh one would, too; where
+    it would not, that depends on the kernel.
+    """
     rule = call.info.unfilled
     if rule is None or call.has_values:
         return None
-    targets = [call.argument(name) for name in call.info.writes]
     given = {name: _look(a) for name, a in call.kwargs.items() if name not in call.info.writes}
     found = rule(*_looks(call.args), **given)
-    if not found or len(found) != len(targets):
+    if not found or len(found) != len(call.info.writes):
         return None
-    for look, target in zip(found, targets, strict=True):
-        made = look[0] if type(look) is tuple else None
+    changed = []
+    for look, name in zip(found, call.info.writes, strict=True):
+        made, target = look[0] if type(look) is tuple else None, call.argument(name)
         own = target._sky.meta if type(target) is RemoteTensor else None
-        if made is None or own is None or made.size != own.size or made.dtype is not own.dtype or not keeps_target(own):
+        if made is None or own is None or made.dtype is not own.dtype or not keeps_target(own):
             return None
-    return Entry([Output(argument=name) for name in call.info.returns]).settle(call)
+        if made.size == own.size:
+            continue
+        if own.size != (0,) or 0 in made.size or own.offset or not row_major(made) or call.info.name in _FILL_NO_EMPTY:
+            return None
+        changed.append((*numbers_of(call, (name,)), made))
+    return Entry([Output(argument=name) for name in call.info.returns], changed).settle(call)
 
 
 def depends_on_kind(call: BoundCall) -> bool:

@@ -89,16 +89,14 @@ def test_conjugates_are_inferred_from_what_they_are_conjugates_of(case: str, sky
 
 
 @pytest.mark.parametrize("case", FILLED)
-def test_what_has_its_size_is_filled_without_asking(case: str, sky1: str, faked: list[str]) -> None:
+def test_what_has_its_size_or_nothing_is_filled_without_asking(case: str, sky1: str, faked: list[str]) -> None:
     x = torch.arange(1.0, 37.0).view(3, 4, 3)
-    for turned in (False, True):
+    for way in ("whole", "turned", "empty"):
 
-        def made(size: tuple[int, ...], device: str, turned: bool = turned) -> torch.Tensor:
-            return (
-                torch.zeros(size[::-1], device=device).permute(2, 1, 0)
-                if turned and len(size) == 3
-                else (torch.zeros(size, device=device))
-            )
+        def made(size: tuple[int, ...], device: str, way: str = way) -> torch.Tensor:
+            if way == "turned" and len(size) == 3:
+                return torch.zeros(size[::-1], device=device).permute(2, 1, 0)
+            return torch.zeros((0,) if way == "empty" else size, device=device)
 
         remote = x.to(sky1)
         before = torch.sky.stats()["round_trips"]
@@ -112,7 +110,7 @@ def test_what_has_its_size_is_filled_without_asking(case: str, sky1: str, faked:
 
 def test_what_has_another_size_or_dtype_is_asked_for(sky1: str) -> None:
     x = torch.arange(6.0).view(2, 3)
-    for out in (torch.zeros(0), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(1, 3).expand(2, 3)):
+    for out in (torch.zeros(1), torch.zeros(2, 0), torch.zeros(4)[2:2], torch.zeros(2, 3, dtype=torch.float64), torch.zeros(1, 3).expand(2, 3)):
         local, remote = out.clone() if out.stride()[0:1] != (0,) else out, out.to(sky1)
         if out.dim() == 2 and out.stride()[0] == 0:
             with pytest.raises(RuntimeError, match="single memory location"):
