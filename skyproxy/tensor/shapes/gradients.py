@@ -133,7 +133,7 @@ def _soft_margin(gradient: Meta, x: Meta, target: Meta, reduction: object) -> Ru
 
 
 def _can_be_classes(x: Meta, target: Meta, weight: Meta | None, reduction: object) -> bool:
-    fits = plain(x, target) and x.dtype in FULL_PRECISION and target.dtype is torch.int64 and reduction in (0, 1, 2)
+    fits = plain(x, target) and x.dtype in FLOATS and target.dtype is torch.int64 and reduction in (0, 1, 2)
     fits = fits and len(x.size) == 4 and target.size == (x.size[0], *x.size[2:])
     return fits and (weight is None or (weight.dtype is x.dtype and weight.plain and weight.size == x.size[1:2]))
 

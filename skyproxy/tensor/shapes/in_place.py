@@ -25,7 +25,7 @@ _FLOAT_UNARY = (
     "abs_ acos_ acosh_ asin_ asinh_ atan_ atanh_ ceil_ cos_ cosh_ erf_ erfc_ exp_ exp2_ expm1_ floor_ frac_ "
     "hardsigmoid_ hardswish_ lgamma_ log_ log10_ log1p_ log2_ mish_ neg_ nan_to_num_ reciprocal_ relu_ round_ rsqrt_ "
     "sigmoid_ sign_ silu_ sin_ sinh_ sqrt_ square_ tan_ tanh_ trunc_ zero_ "
-    "digamma_ erfinv_ i0_ sinc_ cauchy_ clamp_ clamp_max_ clamp_min_ elu_ exponential_ fill_.Scalar "
+    "digamma_ erfinv_ i0_ sinc_ cauchy_ elu_ exponential_ "
     "geometric_ hardtanh_ leaky_relu_ "
     "log_normal_ normal_ pow_.Scalar random_ threshold_ uniform_"
 )
@@ -50,13 +50,20 @@ def _arithmetic(target: Meta, other: object, alpha: object = 1) -> RuleResult:
 
 
 @rule(
-    "floor_divide_.Tensor floor_divide_.Scalar fmod_.Tensor fmod_.Scalar remainder_.Tensor remainder_.Scalar "
     "pow_.Tensor hypot_ atan2_ nextafter_ copysign_.Tensor copysign_.Scalar xlogy_.Tensor div_.Tensor_mode "
     "div_.Scalar_mode"
 )
 def _fraction_in_place(target: Meta, other: object, *, rounding_mode: object = None) -> RuleResult:
     alike = other.dtype is target.dtype if type(other) is Meta else type(other) in (int, float)
     return _target_if(alike and target.dtype in FLOATS and keeps_target(target, other))
+
+
+@rule("floor_divide_.Tensor floor_divide_.Scalar fmod_.Tensor fmod_.Scalar remainder_.Tensor remainder_.Scalar")
+def _remainder_in_place(target: Meta, other: object) -> RuleResult:
+    if target.dtype not in INTEGERS:
+        return _fraction_in_place(target, other)
+    alike = other.dtype is target.dtype if type(other) is Meta else type(other) is int
+    return _target_if(alike and keeps_target(target, other))
 
 
 _COUNTED = FLOATS | INTEGERS | {torch.bool}
@@ -118,7 +125,8 @@ def _logical(target: Meta, other: object) -> RuleResult:
 
 @rule("clamp_min_.Tensor clamp_max_.Tensor")
 def _clamp(target: Meta, bound: object) -> RuleResult:
-    fits = type(bound) is Meta and bound.dtype is target.dtype and (target.dtype in FLOATS or target.dtype in INTEGERS)
+    fits = type(bound) is Meta and (bound.dtype is target.dtype or result_dtype((target, bound)) is target.dtype)
+    fits = fits and (target.dtype in FLOATS or target.dtype in INTEGERS)
     return _target_if(fits and keeps_target(target, bound))
 
 
@@ -164,6 +172,20 @@ def _unary(target: Meta, *numbers: object, **named: object) -> RuleResult:
     return _target_if(fits and all(a is None or type(a) in _REAL for a in (*numbers, *named.values())))
 
 
+@rule("fill_.Scalar")
+def _fill_with_number(target: Meta, value: object) -> RuleResult:
+    return _target_if(target.dtype in _COUNTED and type(value) in _REAL and keeps_target(target))
+
+
+@rule("clamp_ clamp_max_ clamp_min_")
+def _clamp_by_numbers(target: Meta, *bounds: object, **named: object) -> RuleResult:
+    """Integers stay integers with bounds that are such, only."""
+    if target.dtype not in INTEGERS:
+        return _unary(target, *bounds, **named)
+    fits = all(a is None or type(a) is int for a in (*bounds, *named.values()))
+    return _target_if(fits and keeps_target(target))
+
+
 @rule("bernoulli_.float")
 def _bernoulli(target: Meta, p: float = 0.5, **named: object) -> RuleResult:
     return _unary(target, **named) if type(p) in _REAL and 0 <= p <= 1 else None
@@ -176,11 +198,15 @@ def _random_below(target: Meta, high: int, **named: object) -> RuleResult:
 
 @rule("random_.from")
 def _random_between(target: Meta, low: int, high: int | None, **named: object) -> RuleResult:
+    if target.dtype in INTEGERS:
+        kept = torch.iinfo(target.dtype)
+        fits = type(low) is int and type(high) is int and kept.min <= low < high <= kept.max
+        return _target_if(fits and not named and keeps_target(target))
     fits = type(low) is int and (high is None or (type(high) is int and low < high <= 1 << 8))
     return _unary(target, **named) if fits and abs(low) <= 1 << 8 else None
 
 
-@rule("relu_ abs_ neg_ sign_ square_ zero_")
+@rule("relu_ abs_ neg_ sign_ square_ zero_ ceil_ floor_ round_ trunc_")
 def _integers_in_place(target: Meta) -> RuleResult:
     return _target_if(keeps_target(target)) if target.dtype in INTEGERS else _unary(target)
 
@@ -239,8 +265,8 @@ def _index_add(target: Meta, dim: int, index: Meta, source: Meta, *, alpha: obje
 
 @rule("index_fill_.int_Scalar")
 def _index_fill(target: Meta, dim: int, index: Meta, value: object) -> RuleResult:
-    fits = _axis_of(target, dim, index) is not None and index.dtype is torch.int64 and target.dtype in FLOATS
-    return _target_if(fits and type(value) in _REAL)
+    fits = _axis_of(target, dim, index) is not None and index.dtype is torch.int64
+    return _target_if(fits and type(value) in _TAKEN_WHOLE.get(target.dtype, _NOTHING))
 
 
 @rule("scatter_.src scatter_add_ scatter_.value")

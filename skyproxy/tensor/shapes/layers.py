@@ -58,12 +58,13 @@ def _matmul(a: Meta, b: Meta) -> RuleResult:
 @rule("mv")
 def _mv(a: Meta, b: Meta) -> RuleResult:
     fits = len(a.size) == 2 and len(b.size) == 1 and a.size[1] == b.size[0] and a.dtype is b.dtype
-    return [(plain_meta(a.size[:1], a.dtype), None)] if fits and a.plain and b.plain and a.dtype in FLOATS else None
+    fits = fits and a.plain and b.plain and (a.dtype in FLOATS or a.dtype in INTEGERS)
+    return [(plain_meta(a.size[:1], a.dtype), None)] if fits else None
 
 
 @rule("addmv")
 def _addmv(bias: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
-    found = _mv(a, b) if bias.plain and bias.dtype is a.dtype and 0 not in a.size else None
+    found = _mv(a, b) if bias.plain and bias.dtype is a.dtype in FLOATS and 0 not in a.size else None
     return found if found is not None and bias.size in (a.size[:1], (1,), ()) else None
 
 
@@ -79,7 +80,7 @@ def _addbmm(bias: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
 @rule("dot vdot")
 def _dot(a: Meta, b: Meta) -> RuleResult:
     fits = len(a.size) == len(b.size) == 1 and a.size == b.size and a.dtype is b.dtype and a.plain and b.plain
-    return [(plain_meta((), a.dtype), None)] if fits and a.dtype in FLOATS else None
+    return [(plain_meta((), a.dtype), None)] if fits and (a.dtype in FLOATS or a.dtype in INTEGERS) else None
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -99,15 +100,18 @@ def statistics_dtype(x: Meta, parts: Sequence[Meta]) -> torch.dtype | None:
 
 @rule("native_layer_norm")
 def _layer_norm(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta | None, eps: float) -> RuleResult:
-    rank = len(x.size) - len(shape)
-    parts = [t for t in (weight, bias) if t is not None]
-    dtype = statistics_dtype(x, parts) if _is_float(x) else None
-    if dtype is None or rank < 0 or x.size[rank:] != tuple(shape) or not shape:
+    size, normed = x.size, tuple(shape)
+    rank = len(size) - len(normed)
+    if not _is_float(x) or not normed or rank < 0 or size[rank:] != normed:
         return None
-    if parts and any(t.size != tuple(shape) or not row_major(t) for t in parts):
-        return None
-    sums = plain_meta((*x.size[:rank], *[1] * len(shape)), dtype)
-    return [(plain_meta(x.size, x.dtype), None), (sums, None), (sums, None)]
+    dtype: torch.dtype | None = x.dtype
+    if weight is not None or bias is not None:
+        parts = [t for t in (weight, bias) if t is not None]
+        dtype = statistics_dtype(x, parts)
+        if dtype is None or any(t.size != normed or not row_major(t) for t in parts):
+            return None
+    sums = plain_meta(size[:rank] + (1,) * len(normed), dtype)
+    return [(plain_meta(size, x.dtype), None), (sums, None), (sums, None)]
 
 
 @rule("native_dropout")
@@ -336,6 +340,11 @@ def _logspace(start: object, end: object, steps: object, base: object = 10.0, **
 def _frequencies(n: int, d: object = 1.0, **options: object) -> RuleResult:
     fits = options.get("dtype") is None or options["dtype"] in _EXACT
     return _fill((n,), **options) if fits and type(n) is int and n > 0 else None
+
+
+@rule("fft_rfftfreq")
+def _frequencies_of_half(n: int, d: object = 1.0, **options: object) -> RuleResult:
+    return _frequencies(n // 2 + 1, d, **options) if type(n) is int and n > 0 else None
 
 
 def _elements_below(rows: int, columns: int, offset: int) -> int:

@@ -136,7 +136,8 @@ def _threshold_backward(gradient: Meta, x: Meta, threshold: object) -> RuleResul
 
 @rule("isnan isposinf isneginf signbit")
 def _predicate(x: Meta) -> RuleResult:
-    found = elementwise((x,)) if x.dtype in FLOATS and 0 not in x.size else None
+    fits = (x.dtype in FLOATS or x.dtype in INTEGERS) and 0 not in x.size
+    found = elementwise((x,)) if fits else None
     return None if found is None else [(plain_meta(found[0], torch.bool, found[1]), None)]
 
 
@@ -257,7 +258,7 @@ def _log_sigmoid_backward(gradient: Meta, x: Meta, buffer: Meta) -> RuleResult:
 
 @rule("nll_loss_forward")
 def _nll(x: Meta, target: Meta, weight: Meta | None, reduction: int, ignored: object) -> RuleResult:
-    fits = whole_floats(x) and are_row_major(target) and target.dtype is torch.int64 and x.dtype is not torch.float16
+    fits = whole_floats(x) and are_row_major(target) and target.dtype is torch.int64
     if not fits or len(x.size) != 2 or target.size != x.size[:1] or reduction not in (0, 1, 2):
         return None
     if weight is not None and not (whole_floats(x, weight) and weight.size == x.size[1:]):

@@ -11,7 +11,7 @@ import torch
 
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.shapes.elementwise import Ints, broadcast_sizes, promoted
-from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
+from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, rule
 from skyproxy.tensor.shapes.selections import DTYPES, RULES, are_row_major, axis_of, fresh, plain
 
 Dims = int | list[int] | tuple[int, ...] | None
@@ -87,7 +87,7 @@ def _extreme_of_all(x: Meta) -> RuleResult:
 
 @rule("median nanmedian")
 def _whole_median(x: Meta) -> RuleResult:
-    return [fresh((), x.dtype)] if plain(x) and x.dtype in FLOATS else None
+    return [fresh((), x.dtype)] if plain(x) and (x.dtype in FLOATS or x.dtype in INTEGERS) else None
 
 
 @rule("any all any.dim all.dim any.dims all.dims")
@@ -141,8 +141,9 @@ def _range(x: Meta, *, dim: int | None = None, keepdim: bool = False) -> RuleRes
 def _sum_of_numbers(
     x: Meta, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> RuleResult:
-    size = _reduce(x, dim, keepdim) if x.dtype in FLOATS and dtype is None else None
-    return None if size is None else [fresh(size, x.dtype)]
+    counts = x.dtype in INTEGERS or x.dtype is torch.bool
+    size = _reduce(x, dim, keepdim) if (counts or x.dtype in FLOATS) and dtype is None else None
+    return None if size is None else [fresh(size, torch.int64 if counts else x.dtype)]
 
 
 @rule("count_nonzero count_nonzero.dim_IntList")

@@ -49,9 +49,9 @@ _SHIFTS = (
 )
 _TRUE_DIVISION = (
     "div.Tensor atan2 div.Scalar true_divide.Tensor xlogy.Tensor xlogy.Scalar_Self xlogy.Scalar_Other copysign.Tensor "
-    "copysign.Scalar"
+    "copysign.Scalar special_xlog1py special_xlog1py.other_scalar special_xlog1py.self_scalar"
 )
-_OF_FRACTIONS = "hypot logaddexp logaddexp2 nextafter pow.Tensor_Tensor"
+_OF_FRACTIONS = "hypot logaddexp logaddexp2 nextafter"
 _COMPARISONS = (
     "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar "
     "ge.Scalar"

@@ -19,7 +19,7 @@ from skyproxy.tensor.shapes.transforms import RULES
 
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 _SPECIAL = (
-    "special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_bessel_j0 "
+    "special_erfcx special_log_ndtr special_ndtri special_bessel_j0 "
     "special_bessel_j1 special_bessel_y0 special_bessel_y1 special_modified_bessel_i0 special_modified_bessel_i1 "
     "special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0 "
     "special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_airy_ai"
@@ -33,6 +33,11 @@ _OF_COMPLEX_NUMBERS = (
 def _result(operands: Sequence[object], dtype: torch.dtype) -> RuleResult:
     found = elementwise(operands, dtype)
     return None if found is None else [(plain_meta(found[0], dtype, found[1]), None)]
+
+
+@rule("special_entr special_i0e special_i1 special_i1e")
+def _special_of_half_precision(x: Meta) -> RuleResult:
+    return _result((x,), x.dtype) if x.dtype in FLOATS else _special(x)
 
 
 @rule(_SPECIAL)
@@ -54,20 +59,32 @@ for _name in _OF_COMPLEX_NUMBERS.split():
     _add_complex_form(_name)
 
 
-@rule("special_zeta special_zeta.other_scalar special_zeta.self_scalar igamma igammac")
+@rule("pow.Tensor_Tensor")
+def _power(a: Meta, b: Meta) -> RuleResult:
+    dtype = result_dtype((a, b))
+    return _result((a, b), dtype) if dtype in FLOATS or dtype in INTEGERS else None
+
+
+@rule("special_zeta special_zeta.other_scalar special_zeta.self_scalar")
+def _zeta(a: object, b: object) -> RuleResult:
+    halves = any(type(x) is Meta and x.dtype in FLOATS - FULL_PRECISION for x in (a, b))
+    return None if halves else _function_of_two(a, b)
+
+
+@rule("igamma igammac")
 def _function_of_two(a: object, b: object) -> RuleResult:
     operands = (a, b)
     if not all(type(x) in (Meta, int, float) for x in operands):
         return None
     dtype = result_dtype(operands)
-    return _result(operands, dtype) if dtype in FULL_PRECISION else None
+    return _result(operands, dtype) if dtype in FLOATS else None
 
 
 @rule("angle")
 def _angle(x: Meta) -> RuleResult:
     if x.dtype in _COMPLEX:
         return [fresh(x.size, x.dtype.to_real())] if plain_complex(x) else None
-    fits = x.dtype in FULL_PRECISION or x.dtype in INTEGERS or x.dtype is torch.bool
+    fits = x.dtype in FLOATS or x.dtype in INTEGERS or x.dtype is torch.bool
     return _result((x,), fractional(x.dtype)) if fits else None
 
 
@@ -86,7 +103,7 @@ def _mantissa_and_exponent(x: Meta) -> RuleResult:
 
 @rule("mvlgamma")
 def _multivariate_log_gamma(x: Meta, order: object) -> RuleResult:
-    return [fresh(x.size, x.dtype)] if plain(x) and x.dtype in FULL_PRECISION else None
+    return [fresh(x.size, x.dtype)] if plain(x) and x.dtype in FLOATS else None
 
 
 @rule("poisson bernoulli.p")
@@ -131,7 +148,13 @@ def _random_leaks(
     training: object = False,
     generator: object = None,
 ) -> RuleResult:
-    fits = plain(x, noise) and x.dtype in FULL_PRECISION and noise.dtype is x.dtype and noise.size == x.size
+    fits = (
+        plain(x, noise)
+        and x.dtype in FLOATS
+        and x.dtype is not torch.float16
+        and noise.dtype is x.dtype
+        and noise.size == x.size
+    )
     # With another order of memory, the kernel lays `noise` out anew.
     if not fits or generator is not None or not are_row_major(x, noise):
         return None
@@ -142,7 +165,7 @@ def _random_leaks(
 def _random_leaks_backward(
     gradient: Meta, x: Meta, noise: Meta, lower: object, upper: object, training: object, is_result: object
 ) -> RuleResult:
-    fits = plain(gradient, x, noise) and x.dtype in FULL_PRECISION and gradient.dtype is noise.dtype is x.dtype
+    fits = plain(gradient, x, noise) and x.dtype in FLOATS and gradient.dtype is noise.dtype is x.dtype
     if not fits or not gradient.size == x.size == noise.size:
         return None
     usual = in_kernel_order("leaky_relu_backward", [plain_meta(x.size, x.dtype)], gradient, x)
@@ -161,7 +184,7 @@ def _three_factors(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> RuleResult:
-    if not plain(a, b, c) or not a.dtype is b.dtype is c.dtype or a.dtype not in FULL_PRECISION:
+    if not plain(a, b, c) or not a.dtype is b.dtype is c.dtype or a.dtype not in FLOATS:
         return None
     sizes = []
     for x, dims in zip((a, b, c), (expand1, expand2, expand3), strict=True):
@@ -270,7 +293,7 @@ def _bags(
     padding: int = -1,
 ) -> RuleResult:
     """As the CPU's kernels note their work: CUDA's are asked."""
-    fits = plain(weight) and are_row_major(indices, offsets) and weight.dtype is torch.float32 and not with_last
+    fits = plain(weight) and are_row_major(indices, offsets) and weight.dtype in FLOATS and not with_last
     fits = fits and len(weight.size) == 2 and len(indices.size) == len(offsets.size) == 1 and mode in (0, 1, 2)
     if not fits or indices.dtype is not torch.int64 or offsets.dtype is not torch.int64:
         return None
@@ -279,7 +302,7 @@ def _bags(
     if scales is not None and scales.size != indices.size:
         return None
     bags, width = offsets.size[0], weight.size[1]
-    added = mode == 0 and padding < 0 and weight.stride[1] == 1
+    added = mode == 0 and padding < 0 and weight.stride[1] == 1 and weight.dtype is not torch.float64
     most = (bags, width) if mode == 2 else (bags,)
     counted = [fresh(size, torch.int64) for size in ((0,) if added else indices.size, (bags,), most)]
     return [fresh((bags, width), weight.dtype), *counted]

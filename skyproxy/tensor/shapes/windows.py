@@ -61,6 +61,16 @@ def _places(area: Ints, steps: _Steps) -> Ints | None:
     return found
 
 
+@functools.lru_cache(1024)
+def _pooling_steps(rank: int, ceil: bool, *given: Ints) -> tuple[tuple[int, int, int, int], ...] | None:
+    """Return the steps of pooling, each with what is added before places are counted, and the padding behind."""
+    steps = _remembered_steps(rank, True, *given)
+    if steps is None:
+        return None
+    pads = given[2] if len(given[2]) == rank else given[2] * rank
+    return tuple((reach, step, step - 1 if ceil else 0, pad) for (reach, step), pad in zip(steps, pads))
+
+
 def _pooled_area(area: Ints, rank: int, rows: Sequence[Sequence[int]], ceil: bool) -> Ints | None:
     """Return the area of what pooling gives.
 
@@ -68,16 +78,15 @@ def _pooled_area(area: Ints, rank: int, rows: Sequence[Sequence[int]], ceil: boo
         rows: kernel, stride, padding and dilation.
         ceil: whether the last window may begin inside and end outside; it does not begin in the padding behind.
     """
-    steps = _steps_of(rank, True, *rows)
-    if not ceil or steps is None:
-        return None if steps is None else _places(area, steps)
+    steps = _pooling_steps(rank, ceil, *map(tuple, rows))
+    if steps is None:
+        return None
     found: Ints = ()
-    pads = rows[2] if len(rows[2]) == rank else [*rows[2]] * rank
-    for n, (reach, step), pad in zip(area, steps, pads):
+    for n, (reach, step, more, pad) in zip(area, steps):
         if n < reach:
             return None
-        places = -((reach - n) // step) + 1
-        found += (places - 1 if (places - 1) * step >= n + pad else places,)
+        places = (n - reach + more) // step
+        found += (places if places * step >= n + pad else places + 1,)
     return found
 
 
@@ -350,7 +359,7 @@ def _transposed_convolution_size(
     """The size of a transposed convolution over images or lines; None where that takes more thought."""
     parts = [t for t in (weight, bias) if t is not None]
     rank = len(x.size) - 2
-    fits = whole_floats(x, *parts) and x.dtype in FULL_PRECISION and type(groups) is int and groups > 0
+    fits = whole_floats(x, *parts) and type(groups) is int and groups > 0
     fits = fits and rank in (1, 2, 3) and len(weight.size) == rank + 2 and not x.size[1] % groups
     if not fits or not suggests_row_major(x) or not suggests_row_major(weight) or x.size[1] != weight.size[0]:
         return None

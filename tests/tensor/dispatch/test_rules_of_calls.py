@@ -1,4 +1,4 @@
-"""Calls for which rules of other ops answer: of views in place, of conjugates, and of `out=`."""
+"""Calls for which rules of others answer: of views in place, conjugates, `out=`, integers and half precision."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from skyproxy.tensor.dispatch import inference
 
@@ -43,6 +44,29 @@ FILLED: dict[str, Callable[..., Any]] = {
     "tril": lambda x, made: torch.tril(x, out=made(x.shape)),
     "cumsum": lambda x, made: torch.cumsum(x, 0, out=made(x.shape)),
     "where": lambda x, made: torch.where(x > 0, x, -x, out=made(x.shape)),
+}
+OF_INTEGERS: dict[str, Call] = {
+    "//=": lambda x: x.clone().floor_divide_(2),
+    "%=": lambda x: x.clone().remainder_(x + 1),
+    "fill_": lambda x: x.clone().fill_(3),
+    "clamp_": lambda x: x.clone().clamp_(1, 3),
+    "round_": lambda x: x.clone().round_(),
+    "index_fill_": lambda x: x.clone().index_fill_(1, torch.zeros(1, dtype=torch.int64, device=x.device), 1),
+    "power": lambda x: x**x,
+    "nansum": lambda x: x.nansum(1),
+    "median": lambda x: x.median(),
+    "isnan": lambda x: x.isnan(),
+    "vectors": lambda x: x[0, 0].dot(x[0, 1]) + x[0].mv(x[0, 0]),
+}
+OF_HALVES: dict[str, Call] = {
+    "entr": lambda x: torch.special.entr(x),
+    "xlog1py": lambda x: torch.special.xlog1py(x, x.mT.mT),
+    "angle": lambda x: x.angle(),
+    "bilinear": lambda x: F.bilinear(x[0], x[0], x.new_ones(3, x.shape[2], x.shape[2])),
+    "bags": lambda x: F.embedding_bag(x[0].long() % 3, x[0], mode="sum"),
+    "means of bags": lambda x: F.embedding_bag(x[0].long() % 3, x[0], mode="mean"),
+    "transposed convolution": lambda x: F.conv_transpose1d(x, x.new_ones(x.shape[1], 2, 3), stride=2),
+    "cross entropy": lambda x: F.cross_entropy(x[0], x[0, :, 0].long() % 3),
 }
 
 
@@ -88,6 +112,26 @@ def test_conjugates_are_inferred_from_what_they_are_conjugates_of(case: str, sky
     assert not faked
 
 
+@pytest.mark.parametrize("case", OF_INTEGERS)
+def test_integers_have_rules_where_fractions_have_them(case: str, sky1: str, faked: list[str]) -> None:
+    x = torch.arange(42).view(2, 7, 3) % 5
+    for order in _ORDERS[:4]:
+        found, expected = OF_INTEGERS[case](order(x.to(sky1))), OF_INTEGERS[case](order(x))
+        assert _looks_alike(found, expected)
+        assert torch.equal(found.cpu(), expected)
+    assert not faked
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", OF_HALVES)
+def test_halves_have_rules_where_others_have_them(case: str, dtype: torch.dtype, sky1: str, faked: list[str]) -> None:
+    x = (torch.arange(42.0) / 20).view(2, 7, 3).to(dtype)
+    found, expected = OF_HALVES[case](x.to(sky1)), OF_HALVES[case](x)
+    assert _looks_alike(found, expected)
+    assert torch.equal(found.cpu(), expected)
+    assert not faked
+
+
 @pytest.mark.parametrize("case", FILLED)
 def test_what_has_its_size_or_nothing_is_filled_without_asking(case: str, sky1: str, faked: list[str]) -> None:
     x = torch.arange(1.0, 37.0).view(3, 4, 3)
@@ -110,7 +154,13 @@ def test_what_has_its_size_or_nothing_is_filled_without_asking(case: str, sky1: 
 
 def test_what_has_another_size_or_dtype_is_asked_for(sky1: str) -> None:
     x = torch.arange(6.0).view(2, 3)
-    for out in (torch.zeros(1), torch.zeros(2, 0), torch.zeros(4)[2:2], torch.zeros(2, 3, dtype=torch.float64), torch.zeros(1, 3).expand(2, 3)):
+    for out in (
+        torch.zeros(1),
+        torch.zeros(2, 0),
+        torch.zeros(4)[2:2],
+        torch.zeros(2, 3, dtype=torch.float64),
+        torch.zeros(1, 3).expand(2, 3),
+    ):
         local, remote = out.clone() if out.stride()[0:1] != (0,) else out, out.to(sky1)
         if out.dim() == 2 and out.stride()[0] == 0:
             with pytest.raises(RuntimeError, match="single memory location"):
