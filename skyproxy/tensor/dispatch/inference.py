@@ -115,7 +115,7 @@ def infer_filled(call: BoundCall) -> Entry | None:
     found = rule(*_looks(call.args), **given)
     if not found or len(found) != len(call.info.writes):
         return None
-    changed = []
+    changed: list[tuple[int, Meta]] = []
     for look, name in zip(found, call.info.writes, strict=True):
         made, target = look[0] if type(look) is tuple else None, call.argument(name)
         own = target._sky.meta if type(target) is RemoteTensor else None
@@ -125,7 +125,7 @@ def infer_filled(call: BoundCall) -> Entry | None:
             continue
         if own.size != (0,) or 0 in made.size or own.offset or not row_major(made) or call.info.name in _FILL_NO_EMPTY:
             return None
-        changed.append((*numbers_of(call, (name,)), made))
+        changed += [(position, made) for position in numbers_of(call, (name,))]
     return Entry([Output(argument=name) for name in call.info.returns], changed).settle(call)
 
 

@@ -104,12 +104,13 @@ def _layer_norm(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta |
     rank = len(size) - len(normed)
     if not _is_float(x) or not normed or rank < 0 or size[rank:] != normed:
         return None
-    dtype: torch.dtype | None = x.dtype
+    dtype = x.dtype
     if weight is not None or bias is not None:
         parts = [t for t in (weight, bias) if t is not None]
-        dtype = statistics_dtype(x, parts)
-        if dtype is None or any(t.size != normed or not row_major(t) for t in parts):
+        noted = statistics_dtype(x, parts)
+        if noted is None or any(t.size != normed or not row_major(t) for t in parts):
             return None
+        dtype = noted
     sums = plain_meta(size[:rank] + (1,) * len(normed), dtype)
     return [(plain_meta(size, x.dtype), None), (sums, None), (sums, None)]
 
