@@ -486,6 +486,7 @@ class Recorder:
         """Use a fresh lock, in the child of a fork: a thread that does not exist here may hold the old one."""
         self._lock = threading.RLock()
         self._ended = error
+        self._first_limit = self._last_limit = self.limit = -1  # every op finds that it is to send, and fails
 
     def release_now(self, slot: int) -> None:
         """Forgets a large value at this very place of the stream, and takes its slot back."""
