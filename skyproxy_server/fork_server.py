@@ -52,8 +52,17 @@ def _prepare() -> None:
 
     mark = os.environ.get(MARK_VARIABLE, "")
     _mark(mark, mark)  # to see that it can be done
+    _end_threads_of_libraries()
     gc.collect()
     gc.freeze()  # a collection would write to all pages, and so make copies of them
+
+
+def _end_threads_of_libraries() -> None:
+    """End the threads that a library ends before a fork, and starts again at need: those of NumPy's OpenBLAS."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def _serve(control: socket.socket) -> list[str] | None:

@@ -52,6 +52,11 @@ def test_a_forked_worker_is_a_worker(server: ForkServer) -> None:
     assert not worker.is_running
 
 
+def test_it_starts_where_no_variable_bounds_the_threads_of_libraries() -> None:
+    variables = {name: value for name, value in worker_environment().items() if not name.endswith("_NUM_THREADS")}
+    ForkServer(sys.executable, variables).stop()
+
+
 def test_it_has_the_variables_it_was_started_with_and_its_mark_is_seen(server: ForkServer, errors: IO[bytes]) -> None:
     process = start(server, errors, "--embedded", "--port", "0", ONLY_HERE="yes")
     try:

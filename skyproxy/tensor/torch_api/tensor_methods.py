@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import _tensor_str
@@ -199,6 +199,28 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
         tensor._post_accumulate_grad_hooks = late_hooks
 
 
+# --- tensors of the same kind ----------------------------------------------------------------------------------------
+
+
+def _beside(tensor: torch.Tensor, device: object) -> torch.device:
+    """Return the device of a tensor where none is given, or one without a number: PyTorch would take the first one."""
+    asked = torch.device(device) if device is not None else tensor.device  # type: ignore[call-overload]
+    return tensor.device if asked.type == tensor.device.type and asked.index is None else asked
+
+
+def _new_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    kwargs["device"] = _beside(self, kwargs.get("device"))
+    return torch.Tensor.new_tensor(self, *args, **kwargs)
+
+
+def _new(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if kwargs.get("device") is None and not args and len(kwargs) == ("device" in kwargs):
+        return self.new_empty(0)  # PyTorch's own `new(device=...)` takes the first device all the same
+    if len(args) != 1 or not isinstance(args[0], torch.Tensor):
+        kwargs["device"] = _beside(self, kwargs.get("device"))
+    return torch.Tensor.new(self, *args, **kwargs)
+
+
 def install() -> None:
     """Gives remote tensors the methods above, and every tensor a `.data` that can move it to a worker.
 
@@ -210,6 +232,8 @@ def install() -> None:
     RemoteTensor.__repr__ = _repr  # type: ignore[method-assign,assignment]
     RemoteTensor._repr_mimebundle_ = _mimebundle  # type: ignore[attr-defined]
     RemoteTensor.__format__ = _format  # type: ignore[method-assign,assignment]
+    RemoteTensor.new_tensor = _new_tensor  # type: ignore[method-assign,assignment]
+    RemoteTensor.new = _new  # type: ignore[method-assign,assignment]
     RemoteTensor.tolist = _tolist  # type: ignore[method-assign,assignment]
     RemoteTensor.numpy = _numpy  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack__ = _no_dlpack  # type: ignore[method-assign,assignment]

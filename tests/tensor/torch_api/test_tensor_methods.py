@@ -283,3 +283,39 @@ def test_data_that_is_no_tensor_is_refused_in_the_words_of_pytorch(value: Any, s
         with pytest.raises(TypeError, match="Variable data has to be a tensor, but got"):
             x.data = value
         assert x.tolist() == [1.0, 1.0]
+
+
+NEW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "new_tensor of a list": lambda x: x.new_tensor([1.0, 2.0]),
+    "new_tensor of a number": lambda x: x.new_tensor(3, dtype=torch.int8),
+    "new_tensor of its like": lambda x: x.new_tensor(x),
+    "new_tensor on a device without a number": lambda x: x.new_tensor([1.0], device="sky"),
+    "new_tensor of a parameter": lambda x: nn.Parameter(x).new_tensor([1.0], requires_grad=True),
+    "new of sizes": lambda x: x.new(2, 3).zero_(),
+    "new of a size": lambda x: x.new(torch.Size([2])).zero_(),
+    "new of a list": lambda x: x.new([1.0, 2.0]),
+    "new of nothing": lambda x: x.new(),
+    "new of its like": lambda x: x.new(x),
+    "new of a storage": lambda x: x.new(x.untyped_storage()),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_tensor_is_where_the_old_one_is(name: str, sky_devices: tuple[str, str]) -> None:
+    for device in sky_devices:
+        for current in sky_devices:
+            with torch.sky.device(current):  # type: ignore[attr-defined]
+                made = NEW[name](torch.ones(2, device=device))
+            assert made.device == torch.device(device)
+    here = torch.ones(1) if "without a number" in name else NEW[name](torch.ones(2))
+    assert torch.equal(made.cpu(), here)
+    assert (made.dtype, made.requires_grad) == (here.dtype, here.requires_grad)
+
+
+def test_a_new_tensor_may_be_asked_for_elsewhere(sky_devices: tuple[str, str]) -> None:
+    there = torch.ones(2, device=sky_devices[1])
+    assert there.new_tensor([1], device=sky_devices[0]).device == torch.device(sky_devices[0])
+    assert there.new(2, device=sky_devices[0]).device == torch.device(sky_devices[0])
+    assert there.new_tensor([1], device="cpu").device == torch.device("cpu")
+    with pytest.raises(RuntimeError, match="expects device type"):
+        there.new(2, device="cpu")
