@@ -27,7 +27,8 @@ _SWITCHING_PARTS = (
 
 _STEP = "_use_grad"
 _STEP_FILE = os.path.join("torch", "optim", "optimizer.py")
-"""Where gradients are off for an optimizer's step, and on again after other calls, without a context."""
+"""The function that has gradients off for an optimizer's step, and turns them on again after other calls, without a
+context."""
 
 
 @functools.cache

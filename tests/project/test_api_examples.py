@@ -69,7 +69,7 @@ NOT_FOR_USERS = {
         f"RemoteTensor.{name}"
         for name in (
             *("untyped_storage", "data_ptr", "set_", "is_set_to", "is_shared", "share_memory_", "is_pinned"),
-            *("pin_memory", "tolist", "numpy", "as_subclass"),
+            *("pin_memory", "tolist", "numpy", "as_subclass", "new_tensor", "new"),
         )
     },
 }

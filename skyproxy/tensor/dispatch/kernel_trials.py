@@ -25,6 +25,7 @@ from skyproxy.tensor.core.torch_private import (
 )
 from skyproxy.tensor.dispatch.number_classes import is_huge, key_of
 from skyproxy.tensor.dispatch.op_info import GENERATOR, OpInfo
+from skyproxy.tensor.dispatch.tried_ops import trusts_sizes
 
 _MOST_ELEMENTS = 1 << 12
 """Operands of more elements are tried on smaller ones."""
@@ -166,7 +167,7 @@ def _refuses_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any]
     Sizes that do not go together when they are cut, or with the call's numbers, are refused in both, and show nothing.
     """
     numbers = (n for a in (*args, *kwargs.values()) for n in (a if type(a) in (list, tuple) else [a]))
-    if math.prod(abs(n) for n in numbers if type(n) is int and n) > _LARGEST_PRODUCT:
+    if trusts_sizes(info.func) or math.prod(abs(n) for n in numbers if type(n) is int and n) > _LARGEST_PRODUCT:
         return False
     values = info.trial_values
     return not any(_runs(info, args, kwargs, value, _CUT) for value in values) and any(

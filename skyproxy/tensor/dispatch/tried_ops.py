@@ -1,4 +1,4 @@
-"""Which kernels may run here, to see whether they take the dtypes and numbers of a call, see `kernel_trials`."""
+"""Kernels that may run here, to see whether they take the dtypes and numbers of a call, see `kernel_trials`."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ _TRIED_WITH = {
 }
 """More of them, with the only value that does not lead their kernels out of their operands: pivots count from one, and
 positions in a window from zero."""
+_TRUST_SIZES = frozenset({"aten::_fft_c2r"})
+"""Ops that are not tried on smaller tensors: some of their kernels read as many elements as a number says."""
 _TRIAL_VALUES = (0, 1)
 """Values that others are tried with: ones for what divides."""
 
@@ -88,6 +90,11 @@ def shrinks(func: OpOverload) -> bool:
     return func.name().partition(".")[0].removesuffix("_") in _FILLS or _is_pointwise(func)
 
 
+def trusts_sizes(func: OpOverload) -> bool:
+    """Return whether no trial may take tensors with fewer elements than a call."""
+    return func.name().partition(".")[0] in _TRUST_SIZES
+
+
 def trial_values(func: OpOverload) -> tuple[int, ...]:
     """Return the values of the operands of trials; one that goes well is enough."""
     return _TRIED_WITH.get(func.name().partition(".")[0], _TRIAL_VALUES)
@@ -102,4 +109,4 @@ def _is_pointwise(func: OpOverload) -> bool:
     return fresh is not None and torch.Tag.pointwise in getattr(getattr(fresh, overload or "default", None), "tags", ())
 
 
-__all__ = ["may_be_tried", "shrinks", "trial_values"]
+__all__ = ["may_be_tried", "shrinks", "trial_values", "trusts_sizes"]

@@ -396,4 +396,18 @@ def _index_add(x: Meta, dim: int, index: Meta, source: Meta, *, alpha: object = 
     return [fresh(x.size, x.dtype)] if source.size == (*x.size[:at], *index.size, *x.size[at + 1 :]) else None
 
 
+@rule("diag_embed")
+def _diag_embed(x: Meta, offset: int = 0, dim1: int = -2, dim2: int = -1) -> RuleResult:
+    rank = len(x.size) + 1
+    if not plain(x) or not all(type(n) is int for n in (offset, dim1, dim2)):
+        return None
+    if not x.size or not all(-rank <= d < rank for d in (dim1, dim2)) or dim1 % rank == dim2 % rank:
+        return None
+    side = x.size[-1] + abs(offset)
+    size = list(x.size[:-1])
+    for d in sorted((dim1 % rank, dim2 % rank)):
+        size.insert(d, side)
+    return [fresh(tuple(size), x.dtype)]
+
+
 __all__ = ["DTYPES", "RULES", "are_integers", "are_row_major", "axis_of", "fresh", "plain", "suggests_row_major"]

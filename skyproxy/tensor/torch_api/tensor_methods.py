@@ -202,14 +202,14 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
 # --- tensors of the same kind ----------------------------------------------------------------------------------------
 
 
-def _beside(tensor: torch.Tensor, device: object) -> torch.device:
+def _device_of_new(tensor: torch.Tensor, device: object) -> torch.device:
     """Return the device of a tensor where none is given, or one without a number: PyTorch would take the first one."""
     asked = torch.device(device) if device is not None else tensor.device  # type: ignore[call-overload]
     return tensor.device if asked.type == tensor.device.type and asked.index is None else asked
 
 
 def _new_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    kwargs["device"] = _beside(self, kwargs.get("device"))
+    kwargs["device"] = _device_of_new(self, kwargs.get("device"))
     return torch.Tensor.new_tensor(self, *args, **kwargs)
 
 
@@ -217,7 +217,7 @@ def _new(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if kwargs.get("device") is None and not args and len(kwargs) == ("device" in kwargs):
         return self.new_empty(0)  # PyTorch's own `new(device=...)` takes the first device all the same
     if len(args) != 1 or not isinstance(args[0], torch.Tensor):
-        kwargs["device"] = _beside(self, kwargs.get("device"))
+        kwargs["device"] = _device_of_new(self, kwargs.get("device"))
     return torch.Tensor.new(self, *args, **kwargs)
 
 

@@ -206,9 +206,22 @@ def test_kernels_that_follow_values_or_do_more_than_compute_are_not_tried(op: to
 
 
 def test_a_kernel_that_is_tried_warns_once(sky: str) -> None:
-    target, chosen = torch.zeros(4).to(sky), torch.tensor([1, 0, 1, 0], dtype=torch.uint8).to(sky)
+    # In a form that no other test has: a worker tells what the first operation of each form warns of.
+    target, chosen = torch.zeros(4, 4).to(sky), torch.tensor([1, 0, 1, 0], dtype=torch.uint8).to(sky)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        target.index_put_((chosen,), torch.ones(2, device=sky))
+        target.index_put_((chosen, chosen), torch.ones(2, device=sky), accumulate=True)
         torch.sky.synchronize()
-    assert len(given) == 1
+    assert len(given) == 2  # one for each mask
+
+
+def test_a_large_inverse_transform_is_not_tried_on_less_than_it_reads(
+    sky: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(kernel_trials, "_runs", lambda info, *args: asked.append(info.name) or True)
+    spectrum = torch.ones(8, 1025, dtype=torch.complex64)
+    assert torch.equal(torch.fft.irfft(spectrum.to(sky)).cpu(), torch.fft.irfft(spectrum))
+    assert torch.fft.fft(spectrum.to(sky)).cpu().shape == (8, 1025)
+    assert "aten::_fft_c2r" not in asked
+    assert "aten::_fft_c2c" in asked
