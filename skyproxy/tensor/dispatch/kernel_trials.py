@@ -73,16 +73,16 @@ def takes_dtypes(
     if key in _taken and not is_guessed:
         return True
     is_small = not info.for_each and all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
+    most = None if is_small else 2 if info.shrinks or info.for_each else _CUT
     if torch.complex32 in dtypes:  # a trial would warn; few programs have it, so this asks
         return False
-    if not all(look.plain for look in looks):
+    if not all(look.plain and (most is None or _count(look, most) <= _MOST_ELEMENTS) for look in looks):
         return True
     if info.takes_masks and torch.uint8 in dtypes:  # which warns, too
         return not is_guessed
     if count_dispatch_modes() or function_transform_level() is not None:
         return True
     if is_small or info.shrinks or info.for_each:
-        most = None if is_small else 2
         if not any(_runs(info, args, kwargs, value, most) for value in info.trial_values):
             return False
         if is_guessed:
@@ -154,11 +154,9 @@ def _different_places(args: Sequence[object]) -> list[object]:
     return [[a[n] for n in places.values()] if type(a) in (list, tuple) else a for a in args]  # type: ignore[index]
 
 
-def _count(look: Meta) -> int:
-    count = 1
-    for size in look.size:
-        count *= size
-    return count
+def _count(look: Meta, most: int | None = None) -> int:
+    """Count the elements of a tensor, each dimension cut to a size if one is given."""
+    return math.prod(look.size if most is None else [min(n, most) for n in look.size])
 
 
 def _refuses_dtypes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any]) -> bool:

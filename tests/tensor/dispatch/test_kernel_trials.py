@@ -225,3 +225,14 @@ def test_a_large_inverse_transform_is_not_tried_on_less_than_it_reads(
     assert torch.fft.fft(spectrum.to(sky)).cpu().shape == (8, 1025)
     assert "aten::_fft_c2r" not in asked
     assert "aten::_fft_c2c" in asked
+
+
+@pytest.mark.parametrize("function", [torch.Tensor.fill_, torch.Tensor.softmax])
+def test_a_tensor_of_many_dimensions_is_not_made_here(
+    function: Callable[..., torch.Tensor], sky: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(kernel_trials, "_runs", lambda info, *args: asked.append(info.name) or True)
+    x = torch.ones((2,) * 18, dtype=torch.half)
+    assert torch.equal(function(x.to(sky), -1).cpu(), function(x, -1))
+    assert asked == []
