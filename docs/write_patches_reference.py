@@ -67,6 +67,12 @@ def _first_device() -> None:
     importlib.import_module("skyproxy.tensor.torch_api.global_modes").follow([])
 
 
+def _other_device() -> None:
+    before_other = importlib.import_module("skyproxy.tensor.core.devices").DEVICES.before_other
+    assert before_other is not None
+    before_other()
+
+
 def _transformers() -> None:
     for name in ("generation.utils", "integrations.hub_kernels", "models.qwen2.modeling_qwen2"):
         importlib.import_module(f"transformers.{name}")
@@ -94,6 +100,7 @@ def _steps() -> Iterator[tuple[str, Callable[[], object]]]:
         lambda: [importlib.import_module(name) for name in ("safetensors.torch", "torch", "skyproxy.tensor")],
     )
     yield "FIRST_DEVICE", _first_device
+    yield "OTHER_DEVICE", _other_device
     yield "DYNAMO", lambda: importlib.import_module("torch._dynamo")
     yield "FLEX_ATTENTION", lambda: importlib.import_module("torch.nn.attention.flex_attention")
     yield "TRANSFORMERS", _transformers

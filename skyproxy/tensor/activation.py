@@ -49,6 +49,7 @@ def activate() -> None:
             autograd,
             cross_entropy,
             cuda_like_names,
+            current_device,
             dynamo,
             global_modes,
             graph_capture,
@@ -91,6 +92,7 @@ def activate() -> None:
         streams.install()
         graph_capture.install()
         cuda_like_names.install()
+        current_device.install()
         global_modes.install()
         dynamo.install()
         _active = True

@@ -181,6 +181,10 @@ def main() -> None:
     found["loss beside"] = train_on_the_cpu()
     found["sum"] = float((torch.ones(2, device="sky:0") + 1).sum())
     found["first tensor"] = {"whens": whens(), **compare(before, snapshot())}
+    skyproxy.launch_local()
+    torch.sky.set_device(1)  # type: ignore[attr-defined]
+    found["there"] = str(torch.ones(2).to("sky").device)
+    found["another device"] = {"whens": whens(), **compare(before, snapshot())}
 
     left = skyproxy.uninstall()
     found["uninstalled"] = {"left": left, **after_undoing(before, left)}

@@ -70,7 +70,7 @@ def _load(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What a fresh process sees before the import, after it, after the first tensor, and after all is undone."""
+    """What a fresh process sees before the import, after it, after tensors on two devices, and after all is undone."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SNAPSHOTS)],
         capture_output=True,
@@ -84,7 +84,7 @@ def found() -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("moment", ["import", "first tensor", "installed again"])
+@pytest.mark.parametrize("moment", ["import", "first tensor", "another device", "installed again"])
 def test_the_list_is_what_differs_from_pytorch_and_python(found: dict[str, Any], moment: str) -> None:
     assert found[moment]["unlisted"] == []
     assert found[moment]["not different"] == []
@@ -94,6 +94,9 @@ def test_the_list_is_what_differs_from_pytorch_and_python(found: dict[str, Any],
 def test_each_moment_has_its_own_replacements(found: dict[str, Any]) -> None:
     assert "FIRST_DEVICE" not in found["import"]["whens"]
     assert "FIRST_DEVICE" in found["first tensor"]["whens"]
+    assert "OTHER_DEVICE" not in found["first tensor"]["whens"]
+    assert "OTHER_DEVICE" in found["another device"]["whens"]
+    assert found["there"] == "sky:1"
 
 
 @pytest.mark.parametrize("moment", ["uninstalled", "uninstalled again"])

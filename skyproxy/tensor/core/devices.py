@@ -203,6 +203,8 @@ class Devices:
         """Called in this order before there are fresh devices, each time; each is here once."""
         self.on_new: Callable[[list[SkyDevice]], object] | None = None
         """Called with fresh devices; set by `skyproxy.tensor.torch_api.global_modes`."""
+        self.before_other: Callable[[], object] | None = None
+        """Called before another device than the first is current; set by `skyproxy.tensor.torch_api.current_device`."""
 
     def add(self, session: Session) -> list[SkyDevice]:
         """Number the devices of a new session: the places of lost ones first, so that a program that connects again
@@ -266,6 +268,8 @@ class Devices:
     @current.setter
     def current(self, index: int) -> None:
         self.at(index)
+        if index and self.before_other is not None:
+            self.before_other()
         self._current.index = index
 
     def forget_all(self) -> None:

@@ -168,6 +168,20 @@ def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = Fal
     return _in_class(made, cls)
 
 
+def _for_remote(name: str, plain: Callable[..., object]) -> Callable[..., object]:
+    """Return a function of `torch.Tensor` that calls a remote tensor's method of that name."""
+
+    @functools.wraps(plain)
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+        return (
+            vars(RemoteTensor)[name](self, *args, **kwargs)
+            if isinstance(self, RemoteTensor)
+            else plain(self, *args, **kwargs)
+        )
+
+    return call
+
+
 def _new_tensor(cls: type[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
     """`torch.Tensor.__new__`: `Class(tensor)`, also of a remote tensor, is another one on the same memory."""
     if len(args) == 1 and isinstance(args[0], RemoteTensor) and not kwargs and cls is not torch.Tensor:
@@ -202,6 +216,16 @@ def _install_for_devices() -> None:
             test="tests/tensor/torch_api/test_subclasses.py::test_a_class_is_called_with_a_tensor",
             when=patching.When.FIRST_DEVICE,
         )
+    for name in ("as_subclass", "tolist"):
+        if not patching.is_replaced(torch.Tensor, name):
+            patching.wrap(
+                torch.Tensor,
+                name,
+                functools.partial(_for_remote, name),
+                why="`torch.Tensor.tolist(x)` does not ask `x` for its own method, and refuses other classes",
+                test="tests/tensor/torch_api/test_subclasses.py::test_methods_of_plain_tensors_are_called_with_remote_ones",
+                when=patching.When.FIRST_DEVICE,
+            )
     if not patching.is_replaced(torch.utils, "swap_tensors"):
         patching.wrap(
             torch.utils,

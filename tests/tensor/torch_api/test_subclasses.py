@@ -368,3 +368,14 @@ def test_what_derives_from_a_tensors_class_is_a_class_of_its_own(sky1: str) -> N
     assert len({derived: 1, kind: 2, Bare: 3}) == 2
     with pytest.raises(pickle.PicklingError, match="derived"):
         pickle.dumps(derived)
+
+
+def test_methods_of_plain_tensors_are_called_with_remote_ones(sky1: str) -> None:
+    found = []
+    for place in ("cpu", sky1):
+        x = torch.arange(3.0).to(place)
+        made = torch.Tensor.as_subclass(x, Called)
+        plain = torch.Tensor.as_subclass(made, torch.Tensor)
+        assert (type(made).__name__, isinstance(made, Called), isinstance(plain, Called)) == ("Called", True, False)
+        found.append([torch.Tensor.tolist(y) for y in (x, made, plain)])
+    assert found[0] == found[1]

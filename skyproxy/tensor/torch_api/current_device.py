@@ -1,0 +1,111 @@
+"""Devices without a number, where another than the first is current: PyTorch's C++ takes the first for them, unasked.
+
+That is in `tensor.to("sky")`, which `Module.to` calls, and in what makes tensors of data. What makes them of sizes asks
+our kernels, which know.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+from skyproxy import patching
+from skyproxy.tensor.core.devices import DEVICES
+
+_TEST = "tests/tensor/torch_api/test_current_device.py"
+_OF_DATA = ("tensor", "as_tensor", "asarray")
+_SPARSE = tuple(f"sparse_{layout}_tensor" for layout in ("coo", "csr", "csc", "bsr", "bsc", "compressed"))
+
+
+def _add_number(a: object) -> object:
+    """Return an argument, with the number of the current device if it is a device without one."""
+    if (type(a) is str and a == "sky") or (type(a) is torch.device and a.type == "sky" and a.index is None):
+        return torch.device("sky", DEVICES.current)
+    return a
+
+
+def _with_number(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that gives another one the number of the current device."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if DEVICES.current:
+            args = (*args[:1], *map(_add_number, args[1:]))
+            if "device" in kwargs:
+                kwargs["device"] = _add_number(kwargs["device"])
+        return function(*args, **kwargs)
+
+    return call
+
+
+_OURS = _with_number(len).__code__
+
+
+def _finding_originals(find_builtin: Callable[[object], object]) -> Callable[[object], object]:
+    @functools.wraps(find_builtin)
+    def find(function: Any) -> object:
+        return find_builtin(function.__wrapped__ if getattr(function, "__code__", None) is _OURS else function)
+
+    return find
+
+
+def _context_with_number(
+    constructors: Callable[[], Container[object]], torch_function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the method of `torch.set_default_device` that gives functions a device, here with its number."""
+
+    @functools.wraps(torch_function)
+    def call(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if DEVICES.current and kwargs.get("device") is None and func in constructors():
+            kwargs = {**kwargs, "device": _add_number(self.device)}
+        return torch_function(self, func, types, args, kwargs)
+
+    return call
+
+
+def _install_for_other_devices() -> None:
+    if patching.is_replaced(torch.Tensor, "to"):
+        return
+    from torch.utils import _device  # later, for few programs need it
+
+    patching.require(_device, "_device_constructors", "DeviceContext")
+    _device._device_constructors()  # PyTorch keeps the set of its functions, which it looks up once
+    methods = [(torch.Tensor, name) for name in ("to", "new_tensor")]
+    for owner, name in (*methods, *((torch, name) for name in _OF_DATA + _SPARSE)):
+        patching.wrap(
+            owner,
+            name,
+            _with_number,
+            why="PyTorch takes the first device for one without a number, whichever is current",
+            test=f"{_TEST}::test_a_device_without_a_number_is_the_current_one",
+            when=patching.When.OTHER_DEVICE,
+        )
+    patching.wrap(
+        _device.DeviceContext,
+        "__torch_function__",
+        functools.partial(_context_with_number, _device._device_constructors),
+        why="a default device is given to PyTorch's own functions, past ours",
+        test=f"{_TEST}::test_a_default_device_without_a_number_is_the_current_one",
+        when=patching.When.OTHER_DEVICE,
+    )
+    patching.wrap(
+        torch.jit._builtins,
+        "_find_builtin",
+        _finding_originals,
+        why="scripts know PyTorch's functions by their identity",
+        test=f"{_TEST}::test_a_script_makes_tensors",
+        when=patching.When.OTHER_DEVICE,
+    )
+
+
+def install() -> None:
+    """Has the current device stand for one without a number everywhere, once it is not the first."""
+    patching.require(torch.jit._builtins, "_find_builtin")
+    DEVICES.before_other = _install_for_other_devices
+
+
+__all__ = ["install"]
