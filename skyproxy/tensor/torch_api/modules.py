@@ -22,6 +22,7 @@ from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.prefetching import READER, ModuleTensors, SequentialReads, reading_ahead
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.torch_api.subclasses import local_class, put_in_class
 from skyproxy.tensor.torch_api.tensor_methods import exchange
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
@@ -71,7 +72,7 @@ class DeviceMove:
         if torch.nn.parameter.is_lazy(tensor):
             return self._lazy(tensor)
         result = self.function(tensor)
-        if (type(tensor) is RemoteTensor) == (type(result) is RemoteTensor):
+        if isinstance(tensor, RemoteTensor) == isinstance(result, RemoteTensor):
             return result
         return tensor if isinstance(tensor, torch.nn.Parameter) and self._exchange(tensor, result) else result
 
@@ -116,7 +117,7 @@ def _as_parameter(fresh: torch.Tensor, references: int, requires_grad: bool) -> 
 
 
 def _new_parameter(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the constructor of parameters one that takes remote tensors where a function is transformed, too.
+    """Make the constructor of parameters one that keeps the user's classes, also where a function is transformed.
 
     PyTorch makes parameters of its own tensors in one step, and those of other classes by `requires_grad_`, which it
     refuses in functions that are transformed. What is new belongs to no transformation yet.
@@ -125,11 +126,17 @@ def _new_parameter(plain: Callable[..., Any]) -> Callable[..., Any]:
     def new(
         cls: type[torch.nn.Parameter], data: torch.Tensor | None = None, requires_grad: bool = True
     ) -> torch.nn.Parameter:
-        if isinstance(data, RemoteTensor) and torch._C._functorch.peek_interpreter_stack() is not None:
+        kind = local_class(cls)
+        if not isinstance(data, RemoteTensor):
+            made: torch.nn.Parameter = plain(kind, data, requires_grad)
+            return made
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             with temporarily_clear_interpreter_stack():
-                made: torch.nn.Parameter = plain(cls, data, requires_grad)
+                made = plain(kind, data, requires_grad)
         else:
-            made = plain(cls, data, requires_grad)
+            made = plain(kind, data, requires_grad)
+        if kind is not torch.nn.Parameter:
+            put_in_class(made, kind)
         return made
 
     return new

@@ -20,7 +20,7 @@ import torch
 from skyproxy import patching
 from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor, is_wrapper_class
 from skyproxy.tensor.core.torch_private import OpOverload
 
 _disabled = torch._C._disabled_torch_function_impl
@@ -76,23 +76,23 @@ def _joined_metaclass(kind: type[type]) -> type[type]:
         """A class that equals the user's, so that tables of the user's classes have a place for it."""
 
         def __eq__(cls, other: object) -> bool:
-            return _local_class(cls) is _local_class(other)
+            return local_class(cls) is local_class(other)
 
         def __hash__(cls) -> int:
-            local = _local_class(cls)
+            local = local_class(cls)
             return super().__hash__() if local is cls else hash(local)
 
     copyreg.pickle(Joined, _reduce_class)  # type: ignore[arg-type]
     return Joined
 
 
-def _local_class(cls: object) -> object:
+def local_class(cls: Any) -> Any:
     """Return the user's class that a class made here stands for; anything else itself, also what derives from one."""
     return vars(cls).get("local_class", cls) if isinstance(cls, type) else cls
 
 
 def _reduce_class(cls: type) -> str | tuple[object, ...]:
-    local = _local_class(cls)
+    local = local_class(cls)
     return cls.__qualname__ if local is cls else (copy.copy, (local,))  # a copy of a class is the class
 
 
@@ -126,8 +126,22 @@ def joined_class(cls: type[Any]) -> type[Any]:
         # By itself, for a base of the user's class that is no tensor has a `__dict__` that would come before ours.
         "__dict__": vars(RemoteTensor)["__dict__"],
     }
+    reduce: object = getattr(cls, "__reduce_ex__")  # noqa: B009 - its type is narrower than it is
+    if reduce is torch.nn.Parameter.__reduce_ex__:  # which would take the handle along
+        members["__reduce_ex__"] = RemoteTensor.__reduce_ex__
     made = _joined_metaclass(type(cls))(cls.__name__, (cls, RemoteSubclass), members)  # type: ignore[arg-type]
     return _joined.setdefault(cls, made)
+
+
+def class_of_user(tensor: torch.Tensor) -> type | None:
+    """Return the class of the user's that a tensor is of; None also for one that handles operations itself."""
+    kind: type = local_class(type(tensor))
+    return None if kind in _OF_PYTORCH or kind in OWN_CLASSES or is_wrapper_class(kind) else kind
+
+
+_OF_PYTORCH = frozenset(
+    {torch.Tensor, torch.nn.Parameter, torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer}
+)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,10 +155,10 @@ def as_subclass(self: torch.Tensor, cls: type) -> torch.Tensor:
     """`Tensor.as_subclass` of a remote tensor."""
     if cls is torch.Tensor and type(self) is RemoteTensor and sys._getframe(1).f_code is _rebuild_code:
         return self  # PyTorch makes a tensor with attributes anew, and looks whether it is of the class that it was
-    return _in_class(as_plain(self), cls)
+    return put_in_class(as_plain(self), cls)
 
 
-def _in_class(tensor: torch.Tensor, cls: type) -> torch.Tensor:
+def put_in_class(tensor: torch.Tensor, cls: type) -> torch.Tensor:
     """The same object, of a class of the user's from now on."""
     if issubclass(cls, RemoteSubclass):
         cls = cls.local_class
@@ -165,7 +179,7 @@ def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = Fal
         # Detached last, for a view that is made without gradients could not be changed in place later.
         # Before it is of the class, whose `__torch_function__` PyTorch does not ask here and which may refuse.
         made = as_plain(data).detach().requires_grad_(requires_grad)
-    return _in_class(made, cls)
+    return put_in_class(made, cls)
 
 
 def _for_remote(name: str, plain: Callable[..., object]) -> Callable[..., object]:
@@ -185,7 +199,7 @@ def _for_remote(name: str, plain: Callable[..., object]) -> Callable[..., object
 def _new_tensor(cls: type[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
     """`torch.Tensor.__new__`: `Class(tensor)`, also of a remote tensor, is another one on the same memory."""
     if len(args) == 1 and isinstance(args[0], RemoteTensor) and not kwargs and cls is not torch.Tensor:
-        return _in_class(as_plain(args[0]), cls)
+        return put_in_class(as_plain(args[0]), cls)
     made: torch.Tensor = _new_plain_tensor(cls, *args, **kwargs)
     return made
 

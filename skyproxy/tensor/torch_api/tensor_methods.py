@@ -15,6 +15,7 @@ from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor, adopt
 from skyproxy.tensor.core.torch_private import TensorBase
 from skyproxy.tensor.core.transfers import download
+from skyproxy.tensor.torch_api.subclasses import class_of_user, put_in_class
 
 _REPR_PARTS = ("_str", "_str_intern", "_tensor_str", "_tensor_str_with_formatter", "_Formatter", "PRINT_OPTS")
 # By element size: dtypes that every device can join and cut, in place of those that some devices cannot.
@@ -176,7 +177,7 @@ def _poison(gradients: object) -> NoReturn:
 
 
 def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
-    """Makes `tensor` what `fresh` is, class and all; it stays the same Python object, with its attributes and hooks.
+    """Makes `tensor` what `fresh` is; it stays the same object, with its attributes, hooks and the user's class.
 
     Like `torch.utils.swap_tensors`, which also wants that nobody else holds either of the two. Here those who hold the
     Python object (optimizers, weak references) get the new values, and a graph that saved the tensor keeps the old.
@@ -187,11 +188,15 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
     # A node that accumulates gradients holds the tensor that they belong to. Inference tensors are in no graph.
     if tensor._use_count() > 1 and tensor.is_leaf and tensor.requires_grad and not tensor.is_inference():  # type: ignore[attr-defined]
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_poison)
-    attributes = user_attributes(tensor)
+    attributes, kind = user_attributes(tensor), class_of_user(tensor)
     hooks, late_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(tensor, fresh)
     tensor.__class__, fresh.__class__ = fresh.__class__, tensor.__class__
     exchange_dicts(tensor, fresh)
+    if kind is not None and isinstance(tensor, RemoteTensor):
+        put_in_class(tensor, kind)
+    elif kind is not None:
+        tensor.__class__ = kind
     tensor.__dict__.update(attributes)
     if hooks:
         tensor._backward_hooks = hooks

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
@@ -378,4 +379,64 @@ def test_methods_of_plain_tensors_are_called_with_remote_ones(sky1: str) -> None
         plain = torch.Tensor.as_subclass(made, torch.Tensor)
         assert (type(made).__name__, isinstance(made, Called), isinstance(plain, Called)) == ("Called", True, False)
         found.append([torch.Tensor.tolist(y) for y in (x, made, plain)])
+    assert found[0] == found[1]
+
+
+class Factor(nn.Parameter):
+    """A parameter with a method and an attribute."""
+
+    tag: int
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, tag: int = 0) -> Factor:  # type: ignore[misc]
+        made = super().__new__(cls, data, requires_grad)
+        made.tag = tag
+        return made
+
+    def doubled(self) -> torch.Tensor:
+        return self * 2
+
+
+def described_parameter(parameter: Any) -> list[object]:
+    kinds = [isinstance(parameter, kind) for kind in (Factor, nn.Parameter, torch.Tensor)]
+    results = [type(x) is type(torch.ones(1, device=parameter.device)) for x in (parameter + 1, parameter.detach())]
+    return [type(parameter).__name__, kinds, parameter.tag, parameter.doubled().tolist(), parameter.is_leaf, results]
+
+
+@pytest.mark.parametrize("move", ["made there", "Module.to", "data", "there and back", "a copy", "optimizer"])
+def test_a_parameter_of_a_class_stays_one(move: str, sky1: str) -> None:
+    found = []
+    for place in ("cpu", sky1):
+        module = nn.Module()
+        where = place if move == "made there" else "cpu"
+        module.factor = factor = Factor(torch.arange(3.0, device=where), tag=5)
+        if move == "data":
+            factor.data = torch.arange(3.0, device=place)
+        else:
+            module.to(place)
+        if move == "there and back":
+            module.cpu()
+        elif move == "a copy":
+            module = copy.deepcopy(module)
+            module.factor.tag = 5  # as on the CPU, a copy has no attributes
+        elif move == "optimizer":
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+            module.factor.doubled().sum().backward()
+            optimizer.step()
+        if move != "a copy":
+            assert module.factor is factor
+        assert list(dict(module.named_parameters())) == ["factor"]
+        found.append([*described_parameter(module.factor), module.factor.device.type == "cpu"])
+    assert found[0][:-1] == found[1][:-1]
+    assert found[1][-1] == (move == "there and back")
+
+
+def test_parameters_of_a_class_are_saved(sky1: str) -> None:
+    found = []
+    for place in ("cpu", sky1):
+        file = io.BytesIO()
+        torch.save({"factor": Factor(torch.arange(3.0, device=place), tag=5)}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)["factor"]
+        assert loaded.device == torch.device(place)
+        found.append((isinstance(loaded, nn.Parameter), loaded.tolist(), loaded.requires_grad))
     assert found[0] == found[1]
