@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container
-from typing import Any
 
 import torch
 
@@ -27,11 +26,11 @@ def _add_number(a: object) -> object:
     return a
 
 
-def _with_number(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_number(function: Callable[..., object]) -> Callable[..., object]:
     """Return a function that gives another one the number of the current device."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if DEVICES.current:
             args = (*args[:1], *map(_add_number, args[1:]))
             if "device" in kwargs:
@@ -46,19 +45,26 @@ _OURS = _with_number(len).__code__
 
 def _finding_originals(find_builtin: Callable[[object], object]) -> Callable[[object], object]:
     @functools.wraps(find_builtin)
-    def find(function: Any) -> object:
-        return find_builtin(function.__wrapped__ if getattr(function, "__code__", None) is _OURS else function)
+    def find(function: object) -> object:
+        ours = getattr(function, "__code__", None) is _OURS
+        return find_builtin(getattr(function, "__wrapped__", None) if ours else function)
 
     return find
 
 
 def _context_with_number(
-    constructors: Callable[[], Container[object]], torch_function: Callable[..., Any]
-) -> Callable[..., Any]:
+    constructors: Callable[[], Container[object]], torch_function: Callable[..., object]
+) -> Callable[..., object]:
     """Return the method of `torch.set_default_device` that gives functions a device, here with its number."""
 
     @functools.wraps(torch_function)
-    def call(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(
+        self: torch.utils._device.DeviceContext,
+        func: object,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if DEVICES.current and kwargs.get("device") is None and func in constructors():
             kwargs = {**kwargs, "device": _add_number(self.device)}

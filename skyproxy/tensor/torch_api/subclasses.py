@@ -186,7 +186,7 @@ def _for_remote(name: str, plain: Callable[..., object]) -> Callable[..., object
     """Return a function of `torch.Tensor` that calls a remote tensor's method of that name."""
 
     @functools.wraps(plain)
-    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+    def call(self: torch.Tensor, *args: object, **kwargs: object) -> object:
         return (
             vars(RemoteTensor)[name](self, *args, **kwargs)
             if isinstance(self, RemoteTensor)

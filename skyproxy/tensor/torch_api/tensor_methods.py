@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import _tensor_str
@@ -213,17 +213,17 @@ def _device_of_new(tensor: torch.Tensor, device: object) -> torch.device:
     return tensor.device if asked.type == tensor.device.type and asked.index is None else asked
 
 
-def _new_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _new_tensor(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     kwargs["device"] = _device_of_new(self, kwargs.get("device"))
-    return torch.Tensor.new_tensor(self, *args, **kwargs)
+    return torch.Tensor.new_tensor(self, *args, **kwargs)  # type: ignore[arg-type]
 
 
-def _new(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _new(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     if kwargs.get("device") is None and not args and len(kwargs) == ("device" in kwargs):
         return self.new_empty(0)  # PyTorch's own `new(device=...)` takes the first device all the same
     if len(args) != 1 or not isinstance(args[0], torch.Tensor):
         kwargs["device"] = _device_of_new(self, kwargs.get("device"))
-    return torch.Tensor.new(self, *args, **kwargs)
+    return torch.Tensor.new(self, *args, **kwargs)  # type: ignore[call-overload,no-any-return]
 
 
 def install() -> None:
