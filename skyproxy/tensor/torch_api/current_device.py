@@ -7,6 +7,7 @@ our kernels, which know.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Container
 
 import torch
@@ -17,6 +18,8 @@ from skyproxy.tensor.core.devices import DEVICES
 _TEST = "tests/tensor/torch_api/test_current_device.py"
 _OF_DATA = ("tensor", "as_tensor", "asarray")
 _SPARSE = tuple(f"sparse_{layout}_tensor" for layout in ("coo", "csr", "csc", "bsr", "bsc", "compressed"))
+
+_installing = threading.RLock()
 
 
 def _add_number(a: object) -> object:
@@ -74,38 +77,44 @@ def _context_with_number(
 
 
 def _install_for_other_devices() -> None:
-    if patching.is_replaced(torch.Tensor, "to"):
-        return
+    if patching.is_replaced(torch.jit._builtins, "_find_builtin"):
+        return  # which is the last
     from torch.utils import _device  # later, for few programs need it
 
     patching.require(_device, "_device_constructors", "DeviceContext")
-    _device._device_constructors()  # PyTorch keeps the set of its functions, which it looks up once
-    methods = [(torch.Tensor, name) for name in ("to", "new_tensor")]
-    for owner, name in (*methods, *((torch, name) for name in _OF_DATA + _SPARSE)):
-        patching.wrap(
-            owner,
-            name,
-            _with_number,
-            why="PyTorch takes the first device for one without a number, whichever is current",
-            test=f"{_TEST}::test_a_device_without_a_number_is_the_current_one",
-            when=patching.When.OTHER_DEVICE,
+    with _installing:  # threads may begin with a device each
+        _device._device_constructors()  # PyTorch keeps the set of its functions, which it looks up once
+        for owner, name in (
+            (torch.Tensor, "to"),
+            (torch.Tensor, "new_tensor"),
+            *((torch, n) for n in _OF_DATA + _SPARSE),
+        ):
+            _wrap_once(
+                owner,
+                name,
+                _with_number,
+                why="PyTorch takes the first device for one without a number, whichever is current",
+                test="test_a_device_without_a_number_is_the_current_one",
+            )
+        _wrap_once(
+            _device.DeviceContext,
+            "__torch_function__",
+            functools.partial(_context_with_number, _device._device_constructors),
+            why="a default device is given to PyTorch's own functions, past ours",
+            test="test_a_default_device_without_a_number_is_the_current_one",
         )
-    patching.wrap(
-        _device.DeviceContext,
-        "__torch_function__",
-        functools.partial(_context_with_number, _device._device_constructors),
-        why="a default device is given to PyTorch's own functions, past ours",
-        test=f"{_TEST}::test_a_default_device_without_a_number_is_the_current_one",
-        when=patching.When.OTHER_DEVICE,
-    )
-    patching.wrap(
-        torch.jit._builtins,
-        "_find_builtin",
-        _finding_originals,
-        why="scripts know PyTorch's functions by their identity",
-        test=f"{_TEST}::test_a_script_makes_tensors",
-        when=patching.When.OTHER_DEVICE,
-    )
+        _wrap_once(
+            torch.jit._builtins,
+            "_find_builtin",
+            _finding_originals,
+            why="scripts know PyTorch's functions by their identity",
+            test="test_a_script_makes_tensors",
+        )
+
+
+def _wrap_once(owner: object, name: str, make: Callable[..., object], *, why: str, test: str) -> None:
+    if not patching.is_replaced(owner, name):
+        patching.wrap(owner, name, make, why=why, test=f"{_TEST}::{test}", when=patching.When.OTHER_DEVICE)
 
 
 def install() -> None:

@@ -187,11 +187,8 @@ def _for_remote(name: str, plain: Callable[..., object]) -> Callable[..., object
 
     @functools.wraps(plain)
     def call(self: torch.Tensor, *args: object, **kwargs: object) -> object:
-        return (
-            vars(RemoteTensor)[name](self, *args, **kwargs)
-            if isinstance(self, RemoteTensor)
-            else plain(self, *args, **kwargs)
-        )
+        function = vars(RemoteTensor)[name] if isinstance(self, RemoteTensor) else plain
+        return function(self, *args, **kwargs)
 
     return call
 

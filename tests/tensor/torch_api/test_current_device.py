@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import skyproxy  # noqa: F401 - names the device
+from skyproxy import patching
 
 Device = str | torch.device | None
 
@@ -118,3 +120,27 @@ def test_a_script_makes_tensors(sky1: str) -> None:
 
     with torch.sky.device(sky1):  # type: ignore[attr-defined]
         assert torch.jit.script(made)(torch.ones(2)).tolist() == [2, 3]
+
+
+def test_threads_that_begin_with_another_device_each_have_it(sky1: str) -> None:
+    patching.undo_all(but=[when for when in patching.When if when is not patching.When.OTHER_DEVICE])
+    begin, found = threading.Barrier(8), []
+
+    def work() -> None:
+        begin.wait(30)
+        torch.sky.set_device(sky1)  # type: ignore[attr-defined]
+        found.append(torch.tensor([1.0], device="sky").device)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [torch.device(sky1)] * 8
+    places = [patch.place for patch in patching.PATCHES if patch.when is patching.When.OTHER_DEVICE]
+    assert len(places) == len(set(places)) == 13
