@@ -38,7 +38,7 @@ their places one by one.
 
 `skyproxy.uninstall()` ends all sessions and puts everything back, but for the [few that cannot be](#what-stays);
 `skyproxy.install()` makes the device anew. What somebody else has wrapped since then stays as they left it, with ours
-inside. `os.register_at_fork` cannot forget a function; ours does nothing where nothing is deferred.
+inside. `os.register_at_fork` cannot forget a function; ours notes which line forks.
 """
 
 STAYS = """\

@@ -107,8 +107,11 @@ def take_parked_error() -> BaseException | None:
 
 _DEVICE_OP = "prim.device.default"
 
-deferred: set[int] = set()
-"""The signals that wait to strike again."""
+deferred: set[tuple[int, int]] = set()
+"""The signals that wait to strike again, each with its process: what a fork copies has no thread that would strike."""
+
+_fork: tuple[CodeType, int] | None = None
+"""The code and the place in it that is calling `os.fork`. A child keeps it, for what its hooks raise Python drops."""
 
 
 class DeferringSignalHandler:
@@ -142,6 +145,8 @@ def _is_safe(frame: FrameType | None) -> bool:
             return False
     called: FrameType | None = None
     while frame is not None:
+        if called is not None and (frame.f_code, frame.f_lasti) == _fork:
+            return False
         if frame.f_code in _shielded or is_edge(frame, called, _shielded) or _tells_device_of_fake_tensor(frame):
             return False
         called, frame = frame, frame.f_back
@@ -158,20 +163,33 @@ def _tells_device_of_fake_tensor(frame: FrameType) -> bool:
     return False
 
 
+def _note_fork() -> None:
+    """Note where `os.fork` is called: a handler that raises in a hook of the fork would raise for nobody."""
+    global _fork
+    caller = sys._getframe().f_back
+    _fork = (caller.f_code, caller.f_lasti) if caller is not None else None
+
+
+def _forget_fork() -> None:
+    global _fork
+    _fork = None
+
+
 def _defer(number: int) -> None:
-    if number in deferred:
+    waiting = os.getpid(), number
+    if waiting in deferred:
         return
-    deferred.add(number)
+    deferred.add(waiting)
     try:
-        _thread.start_new_thread(_strike_again, (number,))
+        _thread.start_new_thread(_strike_again, waiting)
     except RuntimeError:  # the interpreter ends, or the system gives no thread; to raise here would be worse
-        deferred.discard(number)
+        deferred.discard(waiting)
 
 
-def _strike_again(number: int) -> None:
+def _strike_again(process: int, number: int) -> None:
     time.sleep(_RETRY_SECONDS)
     try:
-        deferred.remove(number)
+        deferred.remove((process, number))
     except KeyError:
         return  # it has struck since
     if callable(_signal.getsignal(number)):  # else its default could end the process, which the first strike did not
@@ -215,9 +233,10 @@ class _WrappingSignals(ModuleType):
 
     @staticmethod
     def _set(number: int, handler: object) -> object:
-        before = _signal.getsignal(number) if number in deferred else None
+        waiting = os.getpid(), number
+        before = _signal.getsignal(number) if waiting in deferred else None
         if isinstance(before, DeferringSignalHandler):
-            deferred.discard(number)
+            deferred.discard(waiting)
             before(number, sys._getframe(1))  # it came under this handler, and must not reach the next one
         return _unwrap(_signal.signal(number, _wrap(handler)))
 
@@ -274,7 +293,7 @@ def install_signal_guard() -> None:
             when=patching.When.FIRST_DEVICE,
             undo=_unwrap_all,
         )
-        os.register_at_fork(after_in_child=deferred.clear)  # the threads that would have struck are not there
+        os.register_at_fork(before=_note_fork, after_in_parent=_forget_fork)
     if _wrap_on_main_thread.done:
         return
     if threading.current_thread() is threading.main_thread():

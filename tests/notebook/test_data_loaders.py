@@ -68,12 +68,15 @@ def test_a_dataset_of_a_cell_works_where_workers_are_forked(kernel: Kernel) -> N
 
 
 def test_stop_in_a_loop_leaves_no_worker_process(kernel: Kernel) -> None:
-    # One epoch without end, stopped in its middle: what strikes while PyTorch starts a process can leave that behind,
-    # on every device.
+    # One epoch without end, stopped when both processes have given a batch: one that a signal strikes while it starts
+    # ends with an error, which PyTorch raises wherever this process is then, on every device.
     code = LOOP.format(context="fork", pins=False).replace("Squares(), ", "[Squares()[i % 12] for i in range(10**5)], ")
-    begun = code.replace("for x, y in loader:", "for x, y in loader:\n        first and print(first.pop(), flush=True)")
+    begun = code.replace(
+        "for x, y in loader:", "for x, y in loader:\n        print(batches.pop(), flush=True) if batches else 0"
+    )
     outcome = kernel.run(
-        f"first = ['batch']\n{begun}", on_print=lambda text: kernel.interrupt() if "batch" in text else None
+        f"batches = ['second', 'first']\n{begun}",
+        on_print=lambda text: kernel.interrupt() if "second" in text else None,
     )
     assert outcome.error[0] == "KeyboardInterrupt"
     left = kernel.value(
