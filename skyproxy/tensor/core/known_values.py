@@ -141,14 +141,23 @@ def forget(handle: Handle) -> torch.Tensor | None:
     meta: KnownMeta = handle.meta  # type: ignore[assignment]  # if it is `known`
     if not meta.known:
         return None
-    handle.meta = meta.base
     value = meta.value if meta.is_right else None
-    if meta.copy is not None:  # what is written forgets that
-        return value
-    meta.value = None
-    if meta.heir is not None:
-        meta.heir.value = None
+    drop(handle, meta)
     return value
+
+
+def drop(handle: Handle, meta: KnownMeta) -> None:
+    """Makes a tensor's value unknown, as `forget` does, without computing it.
+
+    Args:
+        handle: the tensor's.
+        meta: its look.
+    """
+    handle.meta = meta.base
+    if meta.copy is None:  # else what is written forgets that
+        meta.value = None
+        if meta.heir is not None:
+            meta.heir.value = None
 
 
 def value_of(handle: Handle) -> torch.Tensor | None:
@@ -164,15 +173,19 @@ _MOST_UNASKED_READS = 16
 
 
 def restore(read: list[tuple[Handle, KnownMeta]]) -> None:
-    """Let elements be known again after an operation that they were operands of, unless it changed them.
+    """Let elements be known again after an operation that they were operands of, unless it changed them."""
+    for handle, meta in read:
+        if meta.copy is not None and meta.is_right and handle.meta is meta.base:
+            handle.meta = look_after_use(meta)
+
+
+def look_after_use(meta: KnownMeta) -> Meta:
+    """Return the look of an element of which an operation made use.
 
     After some operations in which nobody asks for it, an element takes the short way for good.
     """
-    for handle, meta in read:
-        if meta.copy is not None and meta.is_right and handle.meta is meta.base:
-            meta.unasked += 1
-            if meta.unasked <= _MOST_UNASKED_READS:
-                handle.meta = meta
+    meta.unasked += 1
+    return meta if meta.unasked <= _MOST_UNASKED_READS and meta.is_right else meta.base
 
 
 def inherit(root: Handle, handle: Handle) -> None:
@@ -191,4 +204,15 @@ def inherit(root: Handle, handle: Handle) -> None:
         lender.heir = handle.meta  # type: ignore[assignment]
 
 
-__all__ = ["DTYPES", "KnownMeta", "forget", "inherit", "know", "know_bytes", "restore", "value_of"]
+__all__ = [
+    "DTYPES",
+    "KnownMeta",
+    "drop",
+    "forget",
+    "inherit",
+    "know",
+    "know_bytes",
+    "look_after_use",
+    "restore",
+    "value_of",
+]

@@ -9,6 +9,8 @@ import sys
 from heapq import heappop
 from typing import Any
 
+import torch
+
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
@@ -26,8 +28,7 @@ from skyproxy.tensor.dispatch.recording import learn, record
 _getframe = sys._getframe
 _make_wrapper = make_wrapper_subclass
 _record_lines = SETTINGS.record_lines
-_LARGE = 3e38
-"""Numbers below this one, float32 holds."""
+_LARGEST = torch.finfo(torch.float32).max
 _PLAIN_NUMBERS = frozenset({int, float, bool, type(None)})
 
 
@@ -44,11 +45,13 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         if kind is list and how == NUMBER:
             key.append(tuple(a))
         elif kind not in _PLAIN_NUMBERS:
+            if kind is complex:
+                check_number(info, args, kwargs)
             return record(info, func, args, kwargs)
         elif how == NUMBER:
             key.append(a if kind is int else (kind, a))
         elif how == SCALAR:
-            if kwargs.get("dtype") not in EVERY_NUMBER or (kind is float and not -_LARGE < a < _LARGE):
+            if kwargs.get("dtype") not in EVERY_NUMBER or (kind is float and not -_LARGEST <= a <= _LARGEST):
                 check_number(info, args, kwargs)
             key.append(kind)
         else:

@@ -25,7 +25,7 @@ from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN, OUTERMOST
 from skyproxy.tensor.dispatch.binding import is_host_number, number_of
 from skyproxy.tensor.dispatch.entries import expectation
-from skyproxy.tensor.dispatch.known_results import forget_lists
+from skyproxy.tensor.dispatch.known_results import forget_lists, key_of_reader
 from skyproxy.tensor.dispatch.number_classes import class_of, key_of
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
 from skyproxy.tensor.dispatch.overlaps import overlaps
@@ -243,6 +243,11 @@ def dispatch_remote(
         if raised_by_handler(error):
             raise
         return record(info, func, args, kwargs or {})
+    if entry is None:
+        plain = key_of_reader(info, args, kwargs, key)
+        if plain is not None:
+            signature = plain
+            entry = device.cache.get(signature)
     if entry is None:
         entry = learn(info, device, signature, args, kwargs) if info.rule is not None else None
         if entry is None:

@@ -89,10 +89,14 @@ def takes_dtypes(
             return True
     elif key not in _taken and not _are_usual(looks) and _refuses_dtypes(info, args, kwargs):
         return False
+    _remember(key)
+    return True
+
+
+def _remember(key: tuple[object, ...]) -> None:
     if len(_taken) >= _MOST_KINDS:
         _taken.clear()
     _taken.add(key)
-    return True
 
 
 _DRAWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
@@ -211,7 +215,7 @@ def _runs(
     return True
 
 
-def check_number(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any]) -> None:
+def check_number(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Refuse a number that the tensor which is filled with it cannot hold: `x[0] = number` makes one of it, too.
 
     Raises:
@@ -219,8 +223,13 @@ def check_number(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any]) -
     """
     if info.name in _FILLING and kwargs.get("dtype") is not None:
         *sizes, value = args
+        small = [[min(math.prod(size), 2)] for size in sizes]  # a kernel of its own fills one element
+        key = (info, kwargs["dtype"], *map(tuple, small), type(value), value)
+        if key in _taken:
+            return
         with disable_current_modes(), DisableTorchFunction():
-            info.func(*([] for _ in sizes), value, dtype=kwargs["dtype"], device="cpu")
+            info.func(*small, value, dtype=kwargs["dtype"], device="cpu")
+        _remember(key)
 
 
 _FILLING = frozenset({"aten::full", "aten::scalar_tensor"})

@@ -22,7 +22,7 @@ from skyproxy.tensor.core.host_copies import (
     values_of,
     watch,
 )
-from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, forget
+from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, drop, forget, look_after_use
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
 from skyproxy.tensor.dispatch.entries import Entry, gives_parts, written_tensors
@@ -197,6 +197,29 @@ def makes_a_number(call: BoundCall, entry: Entry) -> bool:
     """Return whether a call makes a tensor without dimensions of numbers alone."""
     made = entry.outputs[0].meta if not call.tensors and entry.outputs else None
     return made is not None and not made.size
+
+
+def key_of_reader(
+    info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None, key: list[object]
+) -> tuple[object, ...] | None:
+    """Return the key under which a call is kept that numbers with known values are operands of; None: there is none.
+
+    It is for what neither changes them nor is followed. Their values are forgotten, as `BoundCall` does; elements of
+    storages whose bytes are known stay so.
+    """
+    if KnownMeta not in map(type, key) or info.followed or info.writes:
+        return None
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if type(a) is RemoteTensor:
+            handle = a._sky
+            meta = handle.meta
+            if type(meta) is not KnownMeta:
+                continue
+            if meta.copy is None:
+                drop(handle, meta)
+            else:
+                handle.meta = look_after_use(meta)
+    return tuple([part.base if type(part) is KnownMeta else part for part in key])
 
 
 def know_filled(handle: Handle, info: OpInfo, args: tuple[object, ...]) -> None:

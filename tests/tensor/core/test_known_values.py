@@ -13,6 +13,7 @@ import torch
 
 import skyproxy
 from skyproxy.tensor.core.known_values import KnownMeta
+from skyproxy.tensor.dispatch import hot_path
 
 
 def trips() -> int:
@@ -334,3 +335,26 @@ def test_a_number_counted_anew_each_time_keeps_nothing_of_the_ones_before(sky: s
     while sources:
         depth, sources = depth + 1, sources[0].sources
     assert depth < 3
+
+
+def test_what_only_reads_a_number_takes_the_short_way(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.tensor([True, False]).to(sky)
+    number = torch.arange(3.0, device=sky)[1]
+    assert number.item() == 1.0  # from now on, the bytes of its storage are known
+
+    def choose() -> torch.Tensor:
+        return torch.where(mask, torch.zeros((), device=sky), number)
+
+    assert choose().tolist() == [0.0, 1.0]
+
+    def refuse(*unused: object) -> None:
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr(hot_path, "record", refuse)
+    for _ in range(3):
+        found = choose()
+    monkeypatch.undo()
+    assert found.tolist() == [0.0, 1.0]
+    assert free(number.item) == 1.0
+    number += 1
+    assert choose().tolist() == [0.0, 2.0]

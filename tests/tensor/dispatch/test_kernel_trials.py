@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from skyproxy.errors import RemoteError
 from skyproxy.tensor.dispatch import kernel_trials
 from skyproxy.tensor.dispatch.op_info import info_of
 
@@ -236,3 +239,36 @@ def test_a_tensor_of_many_dimensions_is_not_made_here(
     x = torch.ones((2,) * 18, dtype=torch.half)
     assert torch.equal(function(x.to(sky), -1).cpu(), function(x, -1))
     assert asked == []
+
+
+def test_a_number_that_a_dtype_holds_is_tried_once(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.tensor([True, False])
+    x = torch.ones(2, dtype=torch.half)
+    lowest, beyond = torch.finfo(torch.half).min, -70_000.0
+    assert torch.equal(torch.where(mask.to(sky), x.to(sky), lowest).cpu(), torch.where(mask, x, lowest))
+    tried = []
+    monkeypatch.setattr(kernel_trials, "disable_current_modes", lambda: tried.append(1) or contextlib.nullcontext())
+    torch.where(mask.to(sky), x.to(sky), lowest)
+    assert tried == []
+    torch.where(mask.to(sky), x.float().to(sky), torch.finfo(torch.float32).min)  # float32 holds what it holds
+    assert tried == []
+    for attempt in (1, 2):
+        with pytest.raises(RuntimeError, match="overflow"):
+            torch.full((2,), beyond, dtype=torch.half, device=sky)
+        assert len(tried) == attempt
+
+
+@pytest.mark.parametrize("size", [(), (1,), (2,), (0,), (3, 5)])
+@pytest.mark.parametrize("number", [-70_000.0, 1e39, 3.4028235677973366e38, float("inf"), 300, -1, 1 + 2j, 1e300 + 0j])
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.float32, torch.int8, torch.complex64])
+def test_numbers_fill_what_they_fill_on_the_cpu(
+    dtype: torch.dtype, number: complex, size: tuple[int, ...], sky: str
+) -> None:
+    try:
+        expected = torch.full(size, number, dtype=dtype)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error))) as raised:
+            torch.full(size, number, dtype=dtype, device=sky)
+        assert not isinstance(raised.value, RemoteError)  # it comes at its line
+    else:
+        assert torch.equal(torch.full(size, number, dtype=dtype, device=sky).cpu(), expected)
