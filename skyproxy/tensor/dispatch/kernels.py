@@ -35,9 +35,13 @@ def kernel(name: str) -> Callable[..., object]:
 def _run_on_wrapper(info: OpInfo, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Run an op on another class's wrapper of remote tensors, whose own dispatch is off, as on any other device.
 
-    So `torch.compile` turns what it traces in place: `squeeze_` and its like change the sizes of a wrapper.
+    So `torch.compile` turns what it traces in place: `squeeze_` and its like change the sizes of a wrapper. And so
+    classes give the wrapper of a view the storage of the wrapper that it is a view of.
     """
     for key in _FOR_ANY_DEVICE:
         if has_kernel(info.name, key.name):
             return info.func._op_dk(key, *args, **kwargs)
+    if info.is_view or info.name.startswith("aten::set_.source_"):
+        # Only sizes, strides and storages are new, which the kernels for tensors without memory give on any device.
+        return info.func._op_dk(DispatchKey.Meta, *args, **kwargs)
     raise NotImplementedError(f"{info.name} is not implemented for {type(args[0]).__name__} on the device sky")

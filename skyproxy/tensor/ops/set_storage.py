@@ -125,6 +125,8 @@ def _set_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     """Finish `set_` below autograd: the tensor takes over another's place in its storage."""
     target = args[0]
     source: Any = args[1] if len(args) > 1 else kwargs.get("source")
+    if type(target) is not RemoteTensor:
+        return NotImplemented  # a wrapper of another class, whose own dispatch is off or comes next
     if source is None:
         value = _empty_like(target)
     elif source.device != target.device:
@@ -145,6 +147,8 @@ def _set_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
 def _set_storage_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """A call that came from C++, for which a storage keeps the size that it had when it was made."""
     target, source, *place = args
+    if type(target) is not RemoteTensor:
+        return NotImplemented
     if not isinstance(source, SkyStorage):
         raise UnsupportedOpError(f"{info.name}: a storage in C++ does not name a worker's. Use Tensor.set_ in Python.")
     if place and place[0] == 0 and tuple(place[1]) == (StorageBase.nbytes(source) // target.element_size(),):  # type: ignore[attr-defined]

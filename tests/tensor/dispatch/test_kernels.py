@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map
 
 _TURNED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "squeeze_": lambda x: x.clone().squeeze_(),
@@ -32,3 +35,73 @@ def test_what_turns_a_tensor_in_place_is_compiled(
     got, want = torch.compile(turn, backend=backend, options=options, fullgraph=True)(x.to(sky)), turn(x)
     assert got.stride() == want.stride()
     assert torch.equal(got.cpu(), want)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that holds another one, and whose views share its storage, as PyTorch's own test of composites does."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        """Wrap `inner`, and look like it."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            dtype=inner.dtype,
+            device=inner.device,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+        )
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op on what is wrapped, and see what it makes of the wrappers where it makes views."""
+        kwargs = kwargs or {}
+        bare = tree_map(lambda a: a.inner if isinstance(a, Wrapper) else a, (args, kwargs))
+        results = tree_map(lambda r: Wrapper(r) if isinstance(r, torch.Tensor) else r, func(*bare[0], **bare[1]))
+        if func.is_view:
+            with no_dispatch():
+                for result, alias in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
+                    result.set_(alias)
+        return results
+
+
+_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view": lambda x: x.view(6, 4),
+    "t": torch.Tensor.t,
+    "as_strided": lambda x: x.as_strided((2, 3), (3, 1), 2),
+    "chunk": lambda x: x.chunk(2)[1],
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "slice": lambda x: x[1:, ::2],
+    "select": lambda x: x[2],
+    "diagonal": torch.Tensor.diagonal,
+    "unfold": lambda x: x.unfold(1, 2, 2),
+    "another dtype": lambda x: x.view(torch.int32),
+    "unbind": lambda x: x.unbind(1)[3],
+    "expand": lambda x: x[:, :1].expand(4, 7),
+    "detach": torch.Tensor.detach,
+}
+
+
+@pytest.mark.parametrize("view", _VIEWS.values(), ids=_VIEWS)
+def test_a_view_of_a_wrapper_whose_dispatch_is_off_has_its_storage(
+    sky: str, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x = torch.arange(24.0).view(4, 6)
+    got_of, want_of = Wrapper(x.to(sky)), Wrapper(x)
+    got, want = view(got_of), view(want_of)
+    assert isinstance(got, Wrapper)
+    assert isinstance(want, Wrapper)
+    assert got.device.type == "sky"
+    assert (got.shape, got.stride(), got.storage_offset()) == (want.shape, want.stride(), want.storage_offset())
+    assert got.untyped_storage()._cdata == got_of.untyped_storage()._cdata
+    assert torch.equal(got.inner.cpu(), want.inner)
+
+
+def test_what_computes_on_a_wrapper_whose_dispatch_is_off_is_refused(sky: str) -> None:
+    x = Wrapper(torch.ones(2, device=sky))
+    with no_dispatch(), pytest.raises(NotImplementedError, match="Wrapper on the device sky"):
+        x.mul(2)
