@@ -116,6 +116,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # cloudpickle imports submodules that a function may mean, and takes `torch` beside `import skyproxy as sky`
             # for this one. Workers have the real devices, and no such module.
             return types.ModuleType, (obj.__name__,)
+        if isinstance(obj, type) and obj.__module__ == "torch.sky" and obj.__name__ == "RemoteTensor":
+            return getattr, (sys.modules["skyproxy"], obj.__name__)  # it is a public name in both modules
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             # `torch.ops`, the lazy modules of transformers: cloudpickle knows plain modules only.
             if sys.modules.get(obj.__name__) is obj or sys.modules.get(getattr(obj.__spec__, "name", "")) is obj:

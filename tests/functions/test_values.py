@@ -182,6 +182,13 @@ def test_an_argument_that_got_another_storage_is_another_tensor(node: skyproxy.N
     assert x.tolist() == [0, 0, 0]
 
 
+def test_a_function_names_the_class_of_remote_tensors_and_has_local_ones(node: skyproxy.Node, sky: str) -> None:
+    kind = skyproxy.RemoteTensor
+    x = torch.ones(2, device=sky)
+    assert isinstance(x, kind)
+    assert node.run(lambda: (isinstance(x, kind), kind)) == (False, kind)
+
+
 def test_a_module_comes_back_as_the_local_class_with_remote_weights(node: skyproxy.Node, sky: str) -> None:
     module = node.run(Doubling)
     assert type(module) is Doubling

@@ -43,6 +43,10 @@ class RemoteTensor(torch.Tensor):
         ```
     """
 
+    # As `torch.cuda.FloatTensor` has it: libraries ask the module of a tensor's class whose functions to call, and take
+    # what is not in `torch` for an array of NumPy or of nobody (opt_einsum, autoray, eagerpy, wandb).
+    __module__ = "torch.sky"
+
     _sky: Handle
 
     # By this name, setting it costs each operation no more than setting `__dict__` would.
@@ -115,6 +119,8 @@ class RemoteZeros(RemoteTensor):
     PyTorch calls these ZeroTensors, and makes them for forward-mode AD alone. Elsewhere they have no memory; here they
     are ordinary zeros with PyTorch's dispatch key. See `ops.zero_tensors`.
     """
+
+    __module__ = RemoteTensor.__module__
 
 
 OWN_CLASSES = frozenset({RemoteTensor, RemoteZeros})

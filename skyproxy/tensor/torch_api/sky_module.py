@@ -15,6 +15,7 @@ from skyproxy.session.backlog import Backlog
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice, index_in
 from skyproxy.tensor.core.generators import KeptRandomState, as_seed, bytes_of_state
+from skyproxy.tensor.core.remote_tensor import RemoteTensor as RemoteTensor
 
 DeviceLike = torch.device | str | int | None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -319,3 +321,12 @@ def test_a_new_tensor_may_be_asked_for_elsewhere(sky_devices: tuple[str, str]) -
     assert there.new_tensor([1], device="cpu").device == torch.device("cpu")
     with pytest.raises(RuntimeError, match="expects device type"):
         there.new(2, device="cpu")
+
+
+def test_the_class_of_a_tensor_lies_in_torch_as_those_of_other_devices_do(sky1: str) -> None:
+    # opt_einsum, autoray and eagerpy choose by this whose functions they call; wandb, what it takes for a tensor.
+    for tensor in (torch.ones(2, device=sky1), nn.Parameter(torch.ones(2, device=sky1))):
+        kind = type(tensor)
+        assert kind.__module__.partition(".")[0] == "torch"
+        assert getattr(sys.modules[kind.__module__], kind.__qualname__) is kind
+        assert pickle.loads(pickle.dumps(kind)) is kind
