@@ -117,9 +117,9 @@ def _parts_of_copy(call: BoundCall) -> Parts | None:
 
 
 def _parts_of_mask(call: BoundCall) -> Parts | None:
-    """Those of the elements of a dense tensor that are at the indices of a sparse one."""
+    """Those of the elements of a dense tensor that are at the indices of a COO tensor."""
     taken, mask = call.tensors
-    parts = known_parts(mask._sky)
+    parts = known_parts(mask._sky) if mask.layout is torch.sparse_coo else None
     if parts is None or not taken._sky.meta.plain or 0 in mask.shape or 0 in parts.looks[0].size:
         return None
     indices = _look_of_copy(parts.looks[0])

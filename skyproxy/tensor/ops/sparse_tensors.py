@@ -61,9 +61,9 @@ _PLACES = {"_indices": 0, "indices": 0, "crow_indices": 0, "ccol_indices": 0, "c
 def _part(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """A tensor that is a part, or shares its memory; each time another one, as anywhere."""
     call, name = BoundCall(info, args, kwargs), info.name.removeprefix("aten::")
-    parts = _parts_of(info, args)
-    is_coo = args[0].layout is torch.sparse_coo
-    if parts is None or (is_coo and not (name.startswith("_") or parts.is_coalesced)):
+    names = SPARSE.get(args[0].layout, ())
+    parts = _parts_of(info, args) if name in names or "_" + name in names else None
+    if parts is None or not (name in names or parts.is_coalesced):
         return run(call)  # whose error is the worker's
     (part,) = record_as(call, [parts.looks[_PLACES.get(name, -1)]], expected=True)
     return part
@@ -77,8 +77,10 @@ def _is_coalesced(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs:
 
 @implements("aten::_nnz")
 def _count_elements(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-    parts = _parts_of(info, args) if args[0].layout is torch.sparse_coo else None
-    return run(BoundCall(info, args, kwargs)) if parts is None else parts.looks[1].size[0]
+    parts = _parts_of(info, args)
+    if parts is None:
+        return run(BoundCall(info, args, kwargs))
+    return parts.looks[1].size[0 if args[0].layout is torch.sparse_coo else -1]  # of the values, or of inner indices
 
 
 @implements("aten::sparse_dim", "aten::_dimI", "aten::dense_dim", "aten::_dimV")

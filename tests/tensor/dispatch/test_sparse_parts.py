@@ -99,6 +99,52 @@ def test_parts_of_compressed_tensors_are_asked_for_at_once(sky: str) -> None:
     assert (tensor.values().shape, twin.values().shape) == (local.values().shape, other.values().shape)
 
 
+_COMPRESSED: dict[torch.layout, tuple[str, str, str]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "ccol_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "row_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "crow_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "col_indices"),
+}
+"""Of each layout the names of its outer and inner indices, and one that it has not."""
+
+
+def compressed(layout: torch.layout) -> torch.Tensor:
+    blocksize = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    return torch.eye(4, dtype=torch.bool).to_sparse(layout=layout, blocksize=blocksize)
+
+
+@pytest.mark.parametrize("layout", _COMPRESSED, ids=str)
+def test_a_mask_in_a_compressed_layout_whose_parts_are_known_gives_what_has_parts_like_it(
+    layout: torch.layout, sky: str
+) -> None:
+    local = compressed(layout)
+    mask, taken = local.to(sky), torch.arange(16.0).view(4, 4)
+    mask.values()
+    got, want = taken.to(sky).sparse_mask(mask), taken.sparse_mask(local)
+    for name in (*_COMPRESSED[layout][:2], "values"):
+        assert torch.equal(getattr(got, name)().cpu(), getattr(want, name)())
+    assert torch.equal(got.to_dense().cpu(), want.to_dense())
+
+
+@pytest.mark.parametrize("layout", _COMPRESSED, ids=str)
+def test_parts_that_a_layout_has_not_are_refused_at_their_line(layout: torch.layout, sky: str) -> None:
+    local = compressed(layout)
+    for tensor in (local, local.to(sky)):
+        for name in (_COMPRESSED[layout][2], "indices", "_indices", "_values"):
+            with pytest.raises(RuntimeError, match="Sparse"):
+                getattr(tensor, name)()
+
+
+@pytest.mark.parametrize("layout", _COMPRESSED, ids=str)
+def test_how_many_elements_a_compressed_tensor_has_is_known_with_its_parts(layout: torch.layout, sky: str) -> None:
+    local = compressed(layout)
+    ours = local.to(sky)
+    ours.values()
+    before = trips()
+    assert ours._nnz() == local._nnz()
+    assert trips() == before
+
+
 def looks(tensor: torch.Tensor, what: int) -> Any:
     if what < 3:
         return (tensor.is_coalesced, tensor._nnz, lambda: (tensor.sparse_dim(), tensor.dense_dim()))[what]()
