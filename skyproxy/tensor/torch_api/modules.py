@@ -78,8 +78,8 @@ class DeviceMove:
 
     def _lazy(self, tensor: Any) -> torch.Tensor:
         """There is nothing to move yet: the tensor only remembers where it will be, and in which dtype."""
-        example = self.function(torch.empty(0, dtype=tensor.data.dtype, device="cpu"))
-        tensor.__dict__.pop("_sky_place", None)
+        place = tensor.__dict__.pop("_sky_place", "cpu")
+        example = self.function(torch.empty(0, dtype=tensor.data.dtype, device=place))
         if type(example) is not RemoteTensor:
             return self.function(tensor)
         tensor._sky_place = example.device

@@ -171,8 +171,10 @@ def test_a_module_from_meta_gets_memory(sky1: str) -> None:
         lambda d: nn.LazyLinear(2).to(d),
         lambda d: nn.LazyLinear(2, device=d),
         lambda d: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2)).to(d),
+        lambda d: nn.LazyLinear(2).to(d).double().float(),
+        lambda d: nn.LazyLinear(2, device=d).to(torch.float64).to("cpu").to(d, torch.float32),
     ],
-    ids=["moved", "born", "several"],
+    ids=["moved", "born", "several", "moved, then of other dtypes", "there and back"],
 )
 def test_lazy_modules_take_shape_on_the_worker(make: Callable[[str], nn.Module], sky1: str) -> None:
     module = make(sky1)
