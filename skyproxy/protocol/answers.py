@@ -21,6 +21,9 @@ Shape = Callable[[object], object]
 MOST_CHARACTERS = 1 << 20
 _MOST = 1 << 63
 MOST_DIMENSIONS = 64
+"""Those of a tensor that a worker is sent."""
+_MOST_TOLD_DIMENSIONS = 1 << 10
+"""Those of a tensor that a worker computed: PyTorch knows no bound for what it makes or computes element by element."""
 _MOST_INPUTS = 1 << 20
 _MOST_DEPTH = 4
 _SCALARS = frozenset({bool, int, float})
@@ -164,7 +167,7 @@ def description(value: object) -> Items:
     """The look of a tensor: dtype, sizes, strides, offset, and three fields more where it is not strided."""
     if type(value) is not list or len(value) not in (4, 7) or type(value[0]) is not str:
         raise ValueError("what a tensor looks like")
-    sizes, strides = (_whole_numbers(numbers, MOST_DIMENSIONS) for numbers in value[1:3])
+    sizes, strides = (_whole_numbers(numbers, _MOST_TOLD_DIMENSIONS) for numbers in value[1:3])
     if min(sizes, default=0) < 0 or math.prod(sizes) >= _MOST or len(strides) not in (0, len(sizes)):
         raise ValueError("sizes and strides of a tensor")
     integer(value[3])

@@ -457,3 +457,18 @@ def test_rows_that_differ_are_dropped_after_a_call_that_dropped_none(sky1: str) 
     rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged, device=sky1)
     found = [torch.nn.functional.dropout(rows, p).values().sum().item() for p in (0.0, 1.0)]
     assert found == [20.0, 0.0]
+
+
+@pytest.mark.parametrize("operation", [lambda x: x + 1, lambda x: x.uniform_(2, 2), torch.neg, torch.Tensor.exp_])
+def test_what_computes_each_element_takes_tensors_of_more_than_64_dimensions(
+    operation: Callable[[torch.Tensor], torch.Tensor], sky1: str
+) -> None:
+    """Fake kernels do not, so the worker is asked what the result looks like."""
+    x = torch.ones([1] * 69)
+    assert torch.equal(operation(x.to(sky1)).cpu(), operation(x))
+
+
+def test_what_reduces_more_than_64_dimensions_is_refused_at_its_line(sky1: str) -> None:
+    for device in ("cpu", sky1):
+        with pytest.raises(RuntimeError, match="only tensors with up to 64 dims are supported"):
+            torch.ones([1] * 69, device=device).amax(0)
