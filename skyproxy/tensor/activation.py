@@ -53,6 +53,7 @@ def activate() -> None:
             dynamo,
             global_modes,
             graph_capture,
+            interpolation,
             modules,
             registration,
             serialization,
@@ -85,6 +86,7 @@ def activate() -> None:
         subclasses.install()
         modules.install()
         cross_entropy.install()
+        interpolation.install()
         state_dicts.install()
         generators.install()
         autocast.install()

@@ -212,18 +212,24 @@ def _wrong_device(device: SkyDevice, generator: torch.Generator) -> RuntimeError
     return RuntimeError(f"Expected a '{expected}' device type for generator but found '{found}'")
 
 
-class _GeneratorMeta(type):
+class _GeneratorMeta(type(_plain_generator)):  # type: ignore[misc]
+    """The class of the stand-in: what is a generator to PyTorch's own class is one to it."""
+
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _plain_generator)
+        return isinstance(instance, _plain_generator) if cls is Generator else type.__instancecheck__(cls, instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, _plain_generator)
+        return issubclass(subclass, _plain_generator) if cls is Generator else type.__subclasscheck__(cls, subclass)
 
 
-class Generator(metaclass=_GeneratorMeta):
+class Generator(_plain_generator, metaclass=_GeneratorMeta):
     """Stands in for `torch.Generator`, which a Python class cannot extend to a new device by itself."""
 
+    __doc__ = _plain_generator.__doc__
+
     def __new__(cls, device: torch.device | str | int | None = "cpu") -> Any:
+        if cls is not Generator:  # somebody's own subclass
+            return _plain_generator.__new__(cls, device)  # type: ignore[call-arg]
         if device is not None and torch.device(device).type == "sky":
             return SkyGenerator(device)
         return _plain_generator(device)
@@ -237,7 +243,6 @@ def install() -> None:
     """
     patching.require(_plain_generator, *_METHODS)
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
-    Generator.__doc__ = _plain_generator.__doc__
     patching.replace(
         torch,
         "Generator",

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 from torch import _tensor_str
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from skyproxy import patching
 from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
@@ -103,6 +104,8 @@ def _format(self: RemoteTensor, spec: str) -> str:
 
 
 def _tolist(self: RemoteTensor) -> object:
+    if has_torch_function_unary(self):  # a mode or a class of the user's is told of `tolist` alone, as on the CPU
+        return handle_torch_function(torch.Tensor.tolist, (self,), self)
     return self.detach().cpu().tolist()
 
 

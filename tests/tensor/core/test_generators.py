@@ -125,6 +125,19 @@ def test_generators_of_the_cpu_are_as_before() -> None:
     assert len(first) == 5
 
 
+def test_the_class_has_what_pytorchs_has() -> None:
+    class Own(torch.Generator):
+        pass
+
+    plain = torch._C.Generator
+    assert [name for name in dir(plain) if not hasattr(torch.Generator, name)] == []
+    assert torch.Generator.manual_seed(torch.Generator(), 3).initial_seed() == 3
+    assert isinstance(Own(), Own)
+    assert isinstance(Own(), torch.Generator)
+    assert issubclass(Own, torch.Generator)
+    assert not isinstance(torch.Generator(), Own)
+
+
 def test_fork_rng_puts_the_state_back(sky: str, sky1: str) -> None:
     torch.manual_seed(1)
     with torch.random.fork_rng(devices=[0, 1], device_type="sky"):

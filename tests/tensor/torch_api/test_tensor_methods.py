@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
@@ -23,6 +24,25 @@ def round_trips() -> int:
 def without_device(text: str) -> str:
     """Without the device, and without spaces: the lines break elsewhere with it."""
     return "".join(re.sub(r",\s*device='sky:1'", "", text).split())
+
+
+class Told(TorchFunctionMode):
+    """A mode that notes the names of the functions that it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_is_told_of_a_list_once(sky1: str) -> None:
+    x = torch.arange(3, device=sky1)
+    with Told() as told:
+        assert x.tolist() == [0, 1, 2]
+    assert told.names == ["tolist"]
 
 
 PRINTED: dict[str, Callable[[Any], torch.Tensor]] = {
