@@ -56,8 +56,9 @@ def takes_dtypes(
         if info.for_each and _has_too_few_numbers(args):
             return False
         return not info.draws_floats or all(look.dtype in _DRAWN for look in made)
-    if any(isinstance(a, Meta) and len(a.size) > _MOST_DIMENSIONS for a in args):
-        return False  # some kernels refuse these, those without values do not
+    for a in args:
+        if isinstance(a, Meta) and len(a.size) > _MOST_DIMENSIONS:
+            return False  # some kernels refuse these, those without values do not
     if not is_guessed and not info.takes_whole_numbers:
         values = (*args, *kwargs.values()) if kwargs else args
         if _are_usual(values) and not ((info.for_each or info.shrinks) and _has_truth_values(args)):

@@ -82,10 +82,33 @@ def _one_hot(classes: torch.Tensor, count: int = -1) -> object:
     return dispatch_remote(RemoteTensor, aten.one_hot.default, (), (classes, count))
 
 
+def _is_plain(args: tuple[object, ...]) -> bool:
+    """Return whether all tensors among the arguments are remote, and neither gradients nor modes want the parts."""
+    records = _records_graphs()
+    for a in args:
+        if type(a) is RemoteTensor:
+            if records and a.requires_grad:
+                return False
+        elif isinstance(a, torch.Tensor):
+            return False
+    return not (is_forward_ad_active() or _modes()) and _function_transforms() is None
+
+
+def _one_result(op: OpOverload) -> object:
+    """A kernel for what is divided into an op that notes for derivatives, too: without these, one tensor is made."""
+    divide = op._op_dk
+
+    def kernel(x: torch.Tensor, *args: object) -> object:
+        if type(x) is RemoteTensor and _is_plain((x, *args)):
+            return dispatch_remote(RemoteTensor, op, (), (x, *args))
+        return divide(_COMPOSITE, x, *args)
+
+    return kernel
+
+
 def _max_pool1d(x: torch.Tensor, *options: Any, **named: Any) -> object:
     """`aten::max_pool1d` whole on the CPU, which has a kernel for what nobody differentiates, and divided elsewhere."""
-    whole = type(x) is RemoteTensor and not _is_differentiated((x,)) and not _modes()
-    if whole and _function_transforms() is None and DEVICES.of(x.device).place[0] == "cpu":
+    if type(x) is RemoteTensor and _is_plain((x,)) and x._sky.device.place[0] == "cpu":
         return dispatch_remote(RemoteTensor, aten.max_pool1d.default, (), (x, *options), named)
     return aten.max_pool1d.default._op_dk(_COMPOSITE, x, *options, **named)
 
@@ -153,3 +176,5 @@ def install(library: torch.library.Library) -> None:
     library.impl(aten.max_pool1d.default, _max_pool1d, "AutogradPrivateUse1")
     for op in (aten.linear.default, aten.matmul.default):
         library.impl(op, _kernel(op), "AutogradPrivateUse1")
+    for op in (aten.group_norm.default, aten.layer_norm.default, aten.max_pool2d.default):
+        library.impl(op, _one_result(op), "AutogradPrivateUse1")

@@ -7,51 +7,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import Ints, channels_last_stride, preserved_stride, result_dtype
 from skyproxy.tensor.shapes.reductions import RULES
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, preserved, row_major, rule
 from skyproxy.tensor.shapes.selections import are_integers, axis_of, plain
 from skyproxy.tensor.shapes.strides import reshaped_stride, suggests_channels_last
+from skyproxy.torch_codec import contiguous_stride
+
+_Joined = tuple[Ints, torch.dtype, Ints]
+"""Size, dtype and strides of what is put together."""
 
 
-def _join(parts: list[Meta], dim: int) -> Meta | None:
+def _join(parts: list[Meta], dim: int) -> _Joined | None:
     """Return what `cat` makes of parts; None where that takes more thought."""
-    if not parts or not all(type(part) is Meta and part.plain for part in parts):
-        return None
-    # What is empty and has one dimension goes with anything.
-    counted = [part for part in parts if part.size != (0,)]
+    counted: list[Meta] = []
+    for part in parts:
+        if type(part) is not Meta or not part.plain:
+            return None
+        if part.size != (0,):  # what is empty and has one dimension goes with anything
+            counted.append(part)
     if not counted:
         return None
     first = counted[0]
-    rank = len(first.size)
+    size, dtype = first.size, first.dtype
+    rank = len(size)
     if rank == 0 or not -rank <= dim < rank:
         return None
     dim %= rank
-    alike = all(part.dtype is first.dtype for part in parts)
-    if not alike and any(part.dtype.is_complex for part in parts):
-        return None
-    rest = first.size[:dim] + first.size[dim + 1 :]
-    if any(len(part.size) != rank or part.size[:dim] + part.size[dim + 1 :] != rest for part in counted):
-        return None
-    size = (*first.size[:dim], sum(part.size[dim] for part in counted), *first.size[dim + 1 :])
+    before, behind = size[:dim], size[dim + 1 :]
+    length = 0
+    for part in counted:
+        own = part.size
+        if own != size and (len(own) != rank or own[:dim] != before or own[dim + 1 :] != behind):
+            return None
+        length += own[dim]
+    size = (*before, length, *behind)
     if 0 in size:
         return None
-    dtype = first.dtype if alike else result_dtype(parts)
+    if any(part.dtype is not dtype for part in parts):
+        if any(part.dtype.is_complex for part in parts):
+            return None
+        dtype = result_dtype(parts)
     in_format = all(suggests_channels_last(part.size, part.stride) for part in parts)
-    return plain_meta(size, dtype, channels_last_stride(size) if in_format else None)
+    return size, dtype, (channels_last_stride if in_format else contiguous_stride)(size)
 
 
 @rule("cat")
 def _cat(parts: list[Meta], dim: int = 0) -> RuleResult:
     found = _join(parts, dim) if type(dim) is int else None
-    return None if found is None else [(found, None)]
+    if found is None:
+        return None
+    size, dtype, stride = found
+    return [(plain_meta(size, dtype, stride), None)]
 
 
 @rule("stack")
 def _stack(parts: list[Meta], dim: int = 0) -> RuleResult:
     """Joined along a dimension that is there already, and viewed; or each with one more, where that is the last."""
-    if not parts or not all(type(part) is Meta and part.plain and part.size == parts[0].size for part in parts):
+    if not parts or any(type(part) is not Meta or not part.plain or part.size != parts[0].size for part in parts):
         return None
     size = parts[0].size
     rank = len(size) + 1
@@ -64,9 +80,10 @@ def _stack(parts: list[Meta], dim: int = 0) -> RuleResult:
     found = _join(parts, dim)
     if found is None:
         return None
+    joined, dtype, stride = found
     wanted = (*size[:dim], len(parts), *size[dim:])
-    stride = reshaped_stride(found.size, found.stride, wanted)
-    return None if stride is None else [(plain_meta(wanted, found.dtype, stride), None)]
+    viewed = reshaped_stride(joined, stride, wanted)
+    return None if viewed is None else [(plain_meta(wanted, dtype, viewed), None)]
 
 
 @rule("block_diag")

@@ -98,20 +98,32 @@ def statistics_dtype(x: Meta, parts: Sequence[Meta]) -> torch.dtype | None:
     return kinds.pop() if fits else None
 
 
+def _normed_dtype(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta | None) -> torch.dtype | None:
+    """The dtype of the statistics of a norm over the last dimensions; None where its operands do not go together."""
+    normed = tuple(shape)
+    rank = len(x.size) - len(normed)
+    if not _is_float(x) or not normed or rank < 0 or x.size[rank:] != normed:
+        return None
+    if weight is None and bias is None:
+        return x.dtype
+    parts = [t for t in (weight, bias) if t is not None]
+    return None if any(t.size != normed or not row_major(t) for t in parts) else statistics_dtype(x, parts)
+
+
+@rule("layer_norm")
+def _whole_layer_norm(
+    x: Meta, shape: Sequence[int], weight: Meta | None = None, bias: Meta | None = None, *options: object
+) -> RuleResult:
+    return None if _normed_dtype(x, shape, weight, bias) is None else _fresh_result(x.size, x.dtype)
+
+
 @rule("native_layer_norm")
 def _layer_norm(x: Meta, shape: Sequence[int], weight: Meta | None, bias: Meta | None, eps: float) -> RuleResult:
-    size, normed = x.size, tuple(shape)
-    rank = len(size) - len(normed)
-    if not _is_float(x) or not normed or rank < 0 or size[rank:] != normed:
+    dtype = _normed_dtype(x, shape, weight, bias)
+    if dtype is None:
         return None
-    dtype = x.dtype
-    if weight is not None or bias is not None:
-        parts = [t for t in (weight, bias) if t is not None]
-        noted = statistics_dtype(x, parts)
-        if noted is None or any(t.size != normed or not row_major(t) for t in parts):
-            return None
-        dtype = noted
-    sums = plain_meta(size[:rank] + (1,) * len(normed), dtype)
+    size = x.size
+    sums = plain_meta(size[: len(size) - len(shape)] + (1,) * len(shape), dtype)
     return [(plain_meta(size, x.dtype), None), (sums, None), (sums, None)]
 
 

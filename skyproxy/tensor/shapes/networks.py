@@ -347,18 +347,31 @@ def _batch_norm(
     return [*in_kernel_order("native_batch_norm", [plain_meta(x.size, x.dtype)], x, *parts), sums, sums]
 
 
-@rule("native_group_norm")
-def _group_norm(
-    x: Meta, weight: Meta | None, bias: Meta | None, n: int, c: int, area: object, groups: int, eps: object
-) -> RuleResult:
+def _grouped_dtype(x: Meta, weight: Meta | None, bias: Meta | None, groups: int) -> torch.dtype | None:
+    """The dtype of the statistics of groups of channels; None where operands do not go together, or lie with gaps."""
     parts = [t for t in (weight, bias) if t is not None]
     fits = plain(x) and are_row_major(*parts) and len(x.size) >= 2
     in_format = suggests_channels_last(x.size, x.stride) if fits else False
     fits = fits and x.stride == (channels_last_stride if in_format else contiguous_stride)(x.size)
-    dtype = statistics_dtype(x, parts) if fits else None
-    if dtype is None or x.size[:2] != (n, c) or groups < 1 or c % groups:
+    if not fits or groups < 1 or x.size[1] % groups or any(t.size != x.size[1:2] for t in parts):
         return None
-    if parts and any(t.size != (c,) for t in parts):
+    return statistics_dtype(x, parts)
+
+
+@rule("group_norm")
+def _whole_group_norm(
+    x: Meta, groups: int, weight: Meta | None = None, bias: Meta | None = None, *options: object
+) -> RuleResult:
+    fits = _grouped_dtype(x, weight, bias, groups) is not None
+    return [(plain_meta(x.size, x.dtype, x.stride), None)] if fits else None
+
+
+@rule("native_group_norm")
+def _group_norm(
+    x: Meta, weight: Meta | None, bias: Meta | None, n: int, c: int, area: object, groups: int, eps: object
+) -> RuleResult:
+    dtype = _grouped_dtype(x, weight, bias, groups)
+    if dtype is None or x.size[:2] != (n, c):
         return None
     sums = fresh((n, groups), dtype)
     return [(plain_meta(x.size, x.dtype, x.stride), None), sums, sums]

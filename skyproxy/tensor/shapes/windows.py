@@ -124,6 +124,19 @@ def _channel_shuffle(x: Meta, groups: int) -> RuleResult:
     return _results_in_format(x, x.size, x.dtype) if fits and not x.size[1] % groups else None
 
 
+@rule("max_pool2d")
+def _maximum_of_windows(
+    x: Meta,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil: bool = False,
+) -> RuleResult:
+    size = _pooled_size(x, kernel, stride, padding, dilation, ceil)
+    return None if size is None else _results_in_format(x, size, x.dtype)
+
+
 @rule("max_pool2d_with_indices")
 def _max_pool(
     x: Meta,

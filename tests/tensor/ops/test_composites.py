@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
+
+from skyproxy.tensor.dispatch import hot_path
 
 
 def _ops() -> int:
@@ -308,3 +310,56 @@ def test_a_composite_conjugates_a_number_of_the_cpu(mode: Callable[[], Any], sky
             expected = torch.linalg.vecdot(x.to(others.dtype), others)
             for _ in range(2):  # the second call finds what the first one left
                 assert torch.linalg.vecdot(x.to(others.dtype), others.to(sky1)).cpu() == expected
+
+
+_NOTING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "group_norm": lambda x: F.group_norm(x, 2, x.new_ones(4), x.new_zeros(4)),
+    "group_norm, bare": lambda x: F.group_norm(x, 4),
+    "layer_norm": lambda x: F.layer_norm(x, (6, 6), x.new_ones(6, 6), x.new_zeros(6, 6)),
+    "layer_norm, bare": lambda x: F.layer_norm(x, (6,)),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "max_pool2d, ceil": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+}
+
+
+@pytest.mark.parametrize("name", _NOTING)
+def test_what_is_noted_for_derivatives_is_not_made_without_them(
+    name: str, sky1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> NoReturn:
+        raise AssertionError("an operation has given several tensors")
+
+    monkeypatch.setattr(hot_path, "new_tensors", refuse)
+    x = torch.rand(2, 4, 6, 6)
+    leaf = x.to(sky1).requires_grad_()
+    for _ in range(2):  # a form that was not seen, and one that was
+        with torch.no_grad():
+            assert torch.equal(_NOTING[name](leaf).cpu(), _NOTING[name](x))
+    with pytest.raises(AssertionError, match="several"):
+        _NOTING[name](leaf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["plain", "gradients", "no_grad", "inference", "vmap"])
+@pytest.mark.parametrize("name", _NOTING)
+def test_norms_and_windows_are_the_cpus_in_every_mode(name: str, mode: str, dtype: torch.dtype, sky1: str) -> None:
+    call = _NOTING[name]
+    modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+    base = torch.rand(2, 4, 6, 6).mul(9).to(dtype)
+    others = (base.contiguous(memory_format=torch.channels_last), base.mT)  # of which vmap refuses some, everywhere
+    for x in (base, *(() if mode == "vmap" else others)):
+        found = []
+        for device in ("cpu", sky1):
+            with modes.get(mode, contextlib.nullcontext)():
+                leaf = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x)
+                leaf.requires_grad_(mode in ("gradients", "no_grad"))
+                result = torch.func.vmap(call)(leaf[None]) if mode == "vmap" else call(leaf)
+            if mode == "gradients":
+                result.sum().backward()
+            found.append((result.detach().cpu(), result.stride(), result.requires_grad, leaf.grad))
+        ours, theirs = found[1], found[0]
+        assert torch.equal(ours[0], theirs[0])
+        assert ours[1:3] == theirs[1:3]
+        assert (ours[3] is None) == (theirs[3] is None)
+        if theirs[3] is not None and ours[3] is not None:
+            torch.testing.assert_close(ours[3].cpu(), theirs[3])
