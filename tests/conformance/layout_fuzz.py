@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +32,7 @@ from skyproxy.tensor.dispatch import inference
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import info_of
 from tests.conformance.layout_checks import CRASHES_LOCALLY, LAYOUTS, Checks, Relayout, Sample
+from tests.operator_database import op_db
 
 _TRIES = 4
 _SHOWN_OF_EACH = 3

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.conformance.mixed_checks import check_mixed
 from tests.conformance.op_checks import Tally, entry_name
+from tests.operator_database import op_db
 
 _SAMPLES = 12
 

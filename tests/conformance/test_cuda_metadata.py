@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from skyproxy.tensor.dispatch.op_info import OpInfo
 from tests.conformance.op_checks import entry_name
+from tests.operator_database import op_db
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64)
 _SAMPLES = 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
 
 from tests.conformance import exceptions
 from tests.conformance.op_checks import entry_name
+from tests.operator_database import op_db
 
 _DTYPES = {"float32": 0.0, "int64": 0.005, "bool": 0.005, "bfloat16": 0.005, "complex64": 0.005}
 """The share of entries that may be excepted."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.conformance.conftest import Judge
 from tests.conformance.layout_checks import check_layouts
 from tests.conformance.op_checks import entry_name
+from tests.operator_database import op_db
 
 _OPERATORS = [pytest.param(op, id=entry_name(op)) for op in op_db if op.supports_dtype(torch.float32, "cpu")]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.conformance.conftest import Judge
 from tests.conformance.mixed_checks import check_mixed
 from tests.conformance.op_checks import entry_name
+from tests.operator_database import op_db
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.conformance import exceptions
 from tests.conformance.conftest import Judge
 from tests.conformance.op_checks import check_op, entry_name
 from tests.conformance.reference import REFERENCE
+from tests.operator_database import op_db
 
 _FIRST, _SECOND = "sky:0", "sky:1"
 _SAMPLES: dict[tuple[torch.dtype, str], int | None] = {

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 import skyproxy
 from skyproxy.protocol import commands
 from skyproxy.session.session import Session
+from tests.operator_database import op_db
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.conformance.op_checks import check_op

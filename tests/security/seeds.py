@@ -38,7 +38,7 @@ def _copied(leaf: Any) -> Any:
 
 def record_seeds() -> dict[str, list[Seed]]:
     """Calls by operator, forward and backward, out= and in-place forms included; about a minute."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    from tests.operator_database import op_db
 
     seeds: dict[str, list[Seed]] = defaultdict(list)
     with warnings.catch_warnings():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -25,7 +27,9 @@ def test_integers_without_bounds_span_what_is_there() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool])
 def test_what_the_kernel_refuses_is_not_counted(dtype: torch.dtype) -> None:
-    with pytest.raises(NotImplementedError):
+    with pytest.raises((NotImplementedError, TypeError)) as theirs:  # 2.15 has a TypeError for complex numbers
+        torch.histc(torch.ones(3, dtype=dtype), bins=2)
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
         histogram(torch.ones(3, dtype=dtype), bins=2)
 
 

@@ -12,7 +12,6 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.testing._internal.common_methods_invocations import op_db
 
 from skyproxy.errors import LimitExceededError, UnsupportedOpError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -22,6 +21,7 @@ from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import info_of
 from tests.conformance.op_checks import settle
 from tests.conformance.twins import Twins, tree_differences
+from tests.operator_database import op_db
 
 EVERY = 10
 """One entry in so many of the operator database; the sweep over all of it takes minutes."""

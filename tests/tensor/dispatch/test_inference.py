@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.common_methods_invocations import op_db
 
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.metadata import Meta
@@ -19,6 +18,7 @@ from skyproxy.tensor.dispatch import entries, inference
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import info_of
 from tests.conformance.twins import tree_differences
+from tests.operator_database import op_db
 
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     name: lambda a, b, name=name: getattr(a, name)(b)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.conformance.op_checks import check_op, entry_name
+from tests.operator_database import op_db
 
 _NAMES = """
     add addmm amax any arange argmax baddbmm bmm bool cat chunk clamp clone contiguous copysign cos cumsum diff

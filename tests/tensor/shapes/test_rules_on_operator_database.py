@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
+from tests.operator_database import op_db
 from tests.tensor.rule_checking import Checking
 
 _DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64)
