@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import html
+import sys
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -16,6 +18,7 @@ from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor, adopt
 from skyproxy.tensor.core.torch_private import TensorBase
 from skyproxy.tensor.core.transfers import download
+from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.torch_api.subclasses import class_of_user, put_in_class
 
 _REPR_PARTS = ("_str", "_str_intern", "_tensor_str", "_tensor_str_with_formatter", "_Formatter", "PRINT_OPTS")
@@ -218,7 +221,27 @@ def _device_of_new(tensor: torch.Tensor, device: object) -> torch.device:
 
 def _new_tensor(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     kwargs["device"] = _device_of_new(self, kwargs.get("device"))
+    if args and isinstance(args[0], torch.Tensor):
+        return _copied(self, *args, **kwargs)  # type: ignore[arg-type]
     return torch.Tensor.new_tensor(self, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _copied(
+    like: torch.Tensor, source: torch.Tensor, *, device: torch.device, dtype: torch.dtype | None = None, **rest: object
+) -> torch.Tensor:
+    """Do what `new_tensor` does for a tensor; PyTorch's own would warn at a line of ours."""
+    frame = user_frame(sys._getframe(2))
+    warnings.warn_explicit(
+        "To copy construct from a tensor, it is recommended to use sourceTensor.detach().clone() or "
+        "sourceTensor.detach().clone().requires_grad_(True), rather than tensor.new_tensor(sourceTensor).",
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__", "<unknown>"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+    copy = source.detach().to(device, dtype or like.dtype, copy=True)
+    return copy.requires_grad_(bool(rest.get("requires_grad")))
 
 
 def _new(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:

@@ -45,6 +45,14 @@ def test_a_mode_is_told_of_a_list_once(sky1: str) -> None:
     assert told.names == ["tolist"]
 
 
+def test_a_copy_by_new_tensor_warns_at_the_line_of_the_program(sky1: str) -> None:
+    x = torch.arange(3, device=sky1)
+    with pytest.warns(UserWarning, match="To copy construct from a tensor") as warned:
+        copy = x.new_tensor(torch.ones(2, device="cpu"))
+    assert warned[0].filename == __file__
+    assert (copy.device, copy.dtype, copy.tolist()) == (x.device, x.dtype, [1, 1])
+
+
 PRINTED: dict[str, Callable[[Any], torch.Tensor]] = {
     "vector": lambda d: torch.arange(3.0, device=d),
     "scalar": lambda d: torch.ones((), device=d),
