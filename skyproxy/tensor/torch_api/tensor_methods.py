@@ -222,11 +222,11 @@ def _device_of_new(tensor: torch.Tensor, device: object) -> torch.device:
 def _new_tensor(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     kwargs["device"] = _device_of_new(self, kwargs.get("device"))
     if args and isinstance(args[0], torch.Tensor):
-        return _copied(self, *args, **kwargs)  # type: ignore[arg-type]
+        return _copy_like(self, *args, **kwargs)  # type: ignore[arg-type]
     return torch.Tensor.new_tensor(self, *args, **kwargs)  # type: ignore[arg-type]
 
 
-def _copied(
+def _copy_like(
     like: torch.Tensor, source: torch.Tensor, *, device: torch.device, dtype: torch.dtype | None = None, **rest: object
 ) -> torch.Tensor:
     """Do what `new_tensor` does for a tensor; PyTorch's own would warn at a line of ours."""
