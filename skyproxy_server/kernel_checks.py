@@ -171,7 +171,8 @@ def _linear_combination(given: dict[str, Any]) -> None:
     require(coefficients.dim() == 2 and tensor.dim() > 0, "the coefficients are a matrix")
     require(coefficients.shape[1] == tensor.shape[0], f"coefficients for {tensor.shape[0]} tensors have other sizes")
     kinds = [value.dtype for value in (coefficients, given.get("out")) if value is not None]
-    require(all(kind is tensor.dtype for kind in kinds), "the coefficients have another dtype than the tensors")
+    fits = coefficients.dtype in (tensor.dtype, tensor.dtype.to_real()) and kinds[-1] in (tensor.dtype, kinds[0])
+    require(fits, "the coefficients have another dtype than the tensors")
 
 
 @_checks("random", "random_")

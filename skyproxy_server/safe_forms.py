@@ -355,6 +355,13 @@ def _pivots(given: dict[str, Any]) -> None:
     pivots: Tensor = given[name]
     require(matrix.dim() >= 2, "the factors are matrices")
     rows, columns = matrix.shape[-2:]
+    if pivots.dtype is not torch.int32 and "LD" not in given and given.get("unpack_pivots", True):
+        words = (
+            "torch.lu_unpack: LU_pivots is expected to be a contiguous tensor of torch.int32 dtype"
+            if "LU_data" in given and "self" not in given
+            else "linalg.lu_solve: pivots should be a Tensor of scalar type torch.int32"
+        )
+        require(False, words)
     require(
         pivots.dtype is torch.int32 and pivots.shape == (*matrix.shape[:-2], min(rows, columns)),
         f"the pivots {list(pivots.shape)} do not belong to the factors {list(matrix.shape)}",

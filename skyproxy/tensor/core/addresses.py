@@ -42,19 +42,39 @@ class HostCopy:
 
     Attributes:
         values: its bytes, none where they are not known; None once something may have changed them.
+        reads: where numbers of it were read one after another, and what was read ahead; None before.
         sized: what results look like whose sizes depend on the values, by the operation and its arguments.
         epoch: `recorder.hidden_writes` when they were right.
         asked: whether a number of it was asked for.
         final: whether it is never known: something else than this program may write to it at any time.
     """
 
-    __slots__ = ("asked", "epoch", "final", "sized", "values")
+    __slots__ = ("asked", "epoch", "final", "reads", "sized", "values")
 
     def __init__(self, values: bytes | None, epoch: int) -> None:
         self.values = values
         self.epoch = epoch
         self.asked = self.final = False
         self.sized: dict[object, object] | None = None
+        self.reads: Reads | None = None
 
 
-__all__ = ["HostCopy", "Memory"]
+class Reads:
+    """Numbers of a large storage that were read one after another, and bytes of it that were read ahead.
+
+    Attributes:
+        last: where the last one was, in bytes.
+        step: how far behind the one before.
+        start: where the bytes begin that were read ahead.
+        values: these bytes.
+    """
+
+    __slots__ = ("last", "start", "step", "values")
+
+    def __init__(self) -> None:
+        self.last = self.start = -1
+        self.step = 0
+        self.values = b""
+
+
+__all__ = ["HostCopy", "Memory", "Reads"]

@@ -3,7 +3,8 @@
 Programs put a few numbers on the device and read them one by one: `for t in scheduler.timesteps`, `order[0]`, the items
 of a batch of labels. The bytes of such a storage were uploaded, or came whole with the first number that was asked for,
 and stay with the handle of the tensor that first had it. A view reads its number out of them by its offset. Of storages
-of any size it is known how large results were that depend on their values: `x[mask]` does not ask again.
+of any size it is known how large results were that depend on their values: `x[mask]` does not ask again. And where
+numbers of a large one are read one after another, as `all(mask)` does, some are read ahead.
 
 What writes to the storage, through whichever tensor, forgets the bytes: every recorded operation says what it changes
 (`OpInfo.changes`), and every alias names the storage by `handle.root`. What writes without being an operation (replays
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from skyproxy.session.recorder import Recorder
-from skyproxy.tensor.core.addresses import HostCopy
+from skyproxy.tensor.core.addresses import HostCopy, Reads
 from skyproxy.tensor.core.known_values import KnownMeta, forget
 from skyproxy.tensor.core.memory import bytes_needed, memory_of
 from skyproxy.torch_codec import contiguous_stride, is_dense
@@ -41,6 +42,11 @@ _MOST_COPIES = 64
 """Copies of each kind that live at a time; the oldest goes."""
 _MOST_WATCHED = 1024
 """The same of storages whose bytes are not known: a step with sparse gradients makes eight for each parameter."""
+_MOST_AHEAD = 1 << 16
+_LEAST_AHEAD = 1 << 12
+"""Bytes of a larger storage that are read ahead: twice as many each time."""
+_LONGEST_STEP = 1 << 8
+"""Bytes from one number to the next; where they lie further apart, much of what is read ahead would be for nothing."""
 _MOST_SIZED = 16
 """Results whose sizes are known by one storage's values."""
 
@@ -64,6 +70,7 @@ _ESCAPED.final = True
 _uploaded: deque[HostCopy] = deque()
 _asked: deque[HostCopy] = deque()
 _watched: deque[HostCopy] = deque()
+_read_ahead: deque[HostCopy] = deque()
 
 
 def _count(copy: HostCopy, copies: deque[HostCopy]) -> None:
@@ -191,7 +198,50 @@ def number_of(handle: Handle) -> bool | int | float | None:
     copy, values = found
     if not copy.asked:
         _note_ask(copy)
-    return _read(values, handle.meta)
+    if copy.reads is None or values:
+        return _read(values, handle.meta)
+    return _read_on(copy.reads, handle.meta)
+
+
+def _read_on(reads: Reads, meta: Meta) -> bool | int | float | None:
+    """Return a number that was read ahead, and note where the program is."""
+    at = meta.offset * meta.dtype.itemsize
+    number = _read(reads.values, meta, reads.start) if reads.start <= at else None
+    if number is not None:
+        reads.last = at
+    return number
+
+
+def elements_ahead(handle: Handle) -> tuple[HostCopy, int] | None:
+    """Return how many elements to read in place of one, and what is known of their storage; None: that one alone.
+
+    As soon as three numbers of a large storage are asked for at equal distances.
+    """
+    owner, meta = handle.root or handle, handle.meta
+    if meta.size or meta.dtype not in _READERS or not _is_whole(owner):
+        return None
+    copy = watch(handle)
+    if copy is None:
+        return None
+    reads = copy.reads
+    if reads is None:
+        reads = copy.reads = Reads()
+    at = meta.offset * meta.dtype.itemsize
+    step, reads.last, before = at - reads.last, at, reads.step
+    reads.step = step
+    if step != before or not 0 < step <= _LONGEST_STEP:
+        return None
+    length = min(max(2 * len(reads.values), _LEAST_AHEAD), _MOST_AHEAD, memory_of(owner).byte_count - at)
+    return copy, length // meta.dtype.itemsize
+
+
+def keep_ahead(copy: HostCopy, handle: Handle, values: bytes) -> None:
+    """Remember the bytes of elements that were read ahead, from that of a tensor on."""
+    reads = copy.reads
+    if reads is not None:
+        if not reads.values:
+            _count(copy, _read_ahead)
+        reads.start, reads.values = handle.meta.offset * handle.meta.dtype.itemsize, values
 
 
 def values_of(handle: Handle) -> torch.Tensor | None:
@@ -234,9 +284,10 @@ def _note_ask(copy: HostCopy) -> None:
     copy.asked = True
 
 
-def _read(values: bytes, meta: Meta) -> bool | int | float | None:
+def _read(values: bytes, meta: Meta, first: int = 0) -> bool | int | float | None:
+    """Return a number out of the bytes of a storage from its byte `first` on; None where it is none of theirs."""
     dtype = meta.dtype
-    start = meta.offset * dtype.itemsize
+    start = meta.offset * dtype.itemsize - first
     if not meta.plain or start + dtype.itemsize > len(values):
         return None
     if dtype is torch.bfloat16:
@@ -257,16 +308,16 @@ _LITTLE_ENDIAN = struct.pack("=h", 1) == struct.pack("<h", 1)
 def readable(handle: Handle) -> bool:
     """Return whether the whole storage of a tensor may be read where one number of it is asked for."""
     owner = handle.root or handle
+    return _is_whole(owner) and bytes_needed(owner.meta) <= _MOST_READ_AHEAD and handle.meta.dtype in _READERS
+
+
+def _is_whole(owner: Handle) -> bool:
+    """Return whether the tensor that first had a storage is still all of it, and its bytes may be known."""
     meta = owner.meta
     if owner.with_copy is None or (owner.copied and owner.copy.final) or not meta.plain or meta.offset:
         return False
     byte_count = bytes_needed(meta)
-    return (
-        0 < byte_count <= _MOST_READ_AHEAD
-        and meta.stride == contiguous_stride(meta.size)
-        and memory_of(owner).byte_count == byte_count
-        and handle.meta.dtype in _READERS
-    )
+    return meta.stride == contiguous_stride(meta.size) and memory_of(owner).byte_count == byte_count > 0
 
 
 def know_element(handle: Handle, owner: Handle) -> None:
@@ -300,11 +351,13 @@ def _tensor_of(values: bytes, meta: Meta) -> torch.Tensor:
 
 __all__ = [
     "copy_of",
+    "elements_ahead",
     "escape",
     "forget_copy",
     "forget_uploads",
     "forget_written",
     "keep",
+    "keep_ahead",
     "keep_values",
     "know_element",
     "number_of",

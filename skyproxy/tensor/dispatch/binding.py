@@ -19,7 +19,7 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
-from skyproxy.tensor.dispatch.number_classes import key_of
+from skyproxy.tensor.dispatch.number_classes import key_of, keys_of
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, GENERATOR, NUMBER, TENSOR, TENSORS, OpInfo
 
 Number = bool | int | float | complex | None
@@ -140,7 +140,7 @@ class BoundCall:
             return commands.VALUE
         if isinstance(a, list | tuple):
             value = [_number(item) for item in a]
-            self.key.append(tuple(type(item) for item in value))
+            self.key.append(keys_of(value))
             self.operands.append(value)
             return commands.VALUE
         value = _number(a)

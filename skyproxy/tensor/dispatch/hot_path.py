@@ -26,7 +26,7 @@ from skyproxy.tensor.core.user_lines import FOREIGN, OUTERMOST
 from skyproxy.tensor.dispatch.binding import is_host_number, number_of
 from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists, key_of_reader
-from skyproxy.tensor.dispatch.number_classes import class_of, key_of
+from skyproxy.tensor.dispatch.number_classes import class_of, key_of, keys_of
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
 from skyproxy.tensor.dispatch.overlaps import overlaps
 from skyproxy.tensor.dispatch.recording import count_changes, learn, record
@@ -193,10 +193,10 @@ def dispatch_remote(
                 if kind is int:
                     key.append(int if 0 < a <= 127 else class_of(a))
                 else:
-                    key.append(tuple(map(type, a)) if kind is list else kind)
+                    key.append(keys_of(a) if kind is list else kind if kind is not complex else class_of(a))
                 wire.append(a)
             elif how == TENSOR and (kind is int or kind is bool or a is None or kind is complex):
-                key.append(kind if kind is not int or 0 < a <= 127 else class_of(a))
+                key.append(kind if (0 < a <= 127 if kind is int else kind is not complex) else class_of(a))
                 wire.append(a if a is not None else 0)
             elif how == TENSOR and kind is torch.Tensor and is_host_number(info, len(key) - 1, a):
                 number = number_of(a)

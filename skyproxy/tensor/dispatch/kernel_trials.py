@@ -23,7 +23,7 @@ from skyproxy.tensor.core.torch_private import (
     disable_current_modes,
     function_transform_level,
 )
-from skyproxy.tensor.dispatch.number_classes import is_huge, key_of
+from skyproxy.tensor.dispatch.number_classes import is_huge, key_of, keys_of
 from skyproxy.tensor.dispatch.op_info import GENERATOR, OpInfo
 from skyproxy.tensor.dispatch.tried_ops import trusts_sizes
 
@@ -35,6 +35,8 @@ _LARGEST_PRODUCT = 1 << 16
 """Numbers of the call may be sizes: where they are larger, a trial would cost too much."""
 _MOST_DIMENSIONS = 64
 _MOST_KINDS = 4096
+_are_deterministic = torch.are_deterministic_algorithms_enabled
+_only_warn = torch.is_deterministic_algorithms_warn_only_enabled
 _taken: set[tuple[object, ...]] = set()
 """Kinds of calls that kernels took. Refused ones are tried again: it may have been for their sizes."""
 
@@ -52,14 +54,15 @@ def takes_dtypes(
         is_guessed: whether no rule knew of such a call, and kernels without values let it pass, which look at neither
             numbers nor dtypes: it is tried each time.
     """
+    if info.name.startswith("aten::_foreach_addc") and _has_too_few_numbers(args):
+        return False
     if not info.is_tried:
-        if info.for_each and _has_too_few_numbers(args):
-            return False
         return not info.draws_floats or all(look.dtype in _DRAWN for look in made)
     for a in args:
         if isinstance(a, Meta) and len(a.size) > _MOST_DIMENSIONS:
             return False  # some kernels refuse these, those without values do not
-    if not is_guessed and not info.takes_whole_numbers:
+    is_deterministic = _are_deterministic() and not _only_warn()  # some kernels refuse that they are asked then
+    if not is_guessed and not info.takes_whole_numbers and not is_deterministic:
         values = (*args, *kwargs.values()) if kwargs else args
         if _are_usual(values) and not ((info.for_each or info.shrinks) and _has_truth_values(args)):
             return True
@@ -69,8 +72,8 @@ def takes_dtypes(
     if not looks and not is_guessed:
         return True
     dtypes = [look.dtype for look in looks]
-    numbers = map(key_of, (*args, *kwargs.values()))
-    key = (info, *dtypes, *[not look.size for look in looks], *numbers, *kwargs)
+    numbers = map(_key_of, (*args, *kwargs.values()))
+    key = (info, is_deterministic, *dtypes, *[look.size and 0 in look.size for look in looks], *numbers, *kwargs)
     if key in _taken and not is_guessed:
         return True
     is_small = not info.for_each and all(_count(look) <= _MOST_ELEMENTS for look in (*looks, *made))
@@ -116,15 +119,24 @@ def _are_usual(items: Iterable[object]) -> bool:
                 if found is not None or a.dtype not in _USUAL:  # type: ignore[attr-defined]
                     return False
                 found = a.dtype  # type: ignore[attr-defined]
-        elif (kind is float or kind is int) and is_huge(a):  # type: ignore[arg-type]
+        elif kind is str or ((kind is float or kind is int) and is_huge(a)):  # type: ignore[arg-type]
             return False
         elif (kind is list or kind is tuple) and a and type(a[0]) is not int:  # type: ignore[index]
+            if type(a[0]) is float and any(map(is_huge, a)):  # type: ignore[index,call-overload]
+                return False
             for look in _looks(a):  # type: ignore[arg-type]
                 if look.dtype is not found:
                     if found is not None or look.dtype not in _USUAL:
                         return False
                     found = look.dtype
     return True
+
+
+def _key_of(a: object) -> object:
+    """Return what an argument that is no tensor is in the key of what was tried: of names, the name."""
+    if type(a) in (list, tuple):
+        return keys_of(a)  # type: ignore[arg-type]
+    return a if type(a) is str else key_of(a)
 
 
 def _looks(items: Iterable[object]) -> list[Meta]:
@@ -154,9 +166,17 @@ def _different_places(args: Sequence[object]) -> list[object]:
     columns = [a for a in args if type(a) in (list, tuple)]
     places: dict[tuple[object, ...], int] = {}
     for place, items in enumerate(zip(*columns, strict=False)):
-        kind = tuple((a.dtype, not a.size) if isinstance(a, Meta) else type(a) for a in items)
+        kind = tuple((a.dtype, not a.size) if isinstance(a, Meta) else key_of(a) for a in items)
         places.setdefault(kind, place)
-    return [[a[n] for n in places.values()] if type(a) in (list, tuple) else a for a in args]  # type: ignore[index]
+
+    def reduced(a: Any) -> object:
+        if type(a) in (list, tuple):
+            return [a[n] for n in places.values()]
+        if isinstance(a, (Meta, torch.Tensor)) and len(a.size if isinstance(a, Meta) else a.shape) == 1:
+            return torch.ones(len(places), dtype=a.dtype, device="cpu")  # numbers, one a place
+        return a
+
+    return list(map(reduced, args))
 
 
 def _count(look: Meta, most: int | None = None) -> int:

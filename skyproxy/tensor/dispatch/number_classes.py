@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
+from collections.abc import Sequence
+from math import hypot
 
 LEAST, MOST = -128, 127
 """Bounds of the numbers that each signed dtype holds. The hot path has them written out, in place of `class_of`."""
@@ -37,17 +39,19 @@ _OF_FLOAT32 = len(_LIMITS) - 2
 
 
 @functools.lru_cache(4096, typed=True)
-def class_of(number: float) -> str:
+def class_of(number: complex) -> str:
     """Return the class of a number that the hot path does not know for a small one.
 
     Zero and what is below are classes of their own among whole numbers: nothing is divided by zero, and no power of a
     whole number is negative.
     """
     kind = type(number).__name__
+    if type(number) is complex:  # has the class of its larger part
+        number = max(abs(number.real), abs(number.imag))
     if number != number:
         return f"{kind} nan"
     size = bisect_left(_LIMITS, abs(number)) if number else -1
-    return f"{kind} {'-' if number < 0 else ''}{size}"
+    return f"{kind} {'-' if number < 0 else ''}{size}"  # type: ignore[operator]  # a complex one has become real
 
 
 def key_of(number: object) -> object:
@@ -57,7 +61,16 @@ def key_of(number: object) -> object:
         return float if LEAST <= number <= MOST else class_of(number)  # type: ignore[operator]
     if kind is int:
         return int if 0 < number <= MOST else class_of(number)  # type: ignore[operator]
-    return kind
+    return class_of(number) if kind is complex else kind
+
+
+def keys_of(numbers: Sequence[object]) -> tuple[object, ...]:
+    """Return the same of a list of numbers, of which there may be one for each parameter of a model."""
+    kinds = tuple(map(type, numbers))
+    # One pass in C over them; of a few larger ones each is looked at.
+    if kinds.count(float) == len(kinds) and hypot(*numbers) <= MOST:  # type: ignore[arg-type]
+        return kinds
+    return tuple(map(key_of, numbers))
 
 
 def is_huge(number: float) -> bool:
@@ -65,4 +78,4 @@ def is_huge(number: float) -> bool:
     return not abs(number) <= _LIMITS[_OF_FLOAT32]
 
 
-__all__ = ["class_of", "is_huge", "key_of"]
+__all__ = ["class_of", "is_huge", "key_of", "keys_of"]

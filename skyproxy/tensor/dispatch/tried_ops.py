@@ -20,6 +20,7 @@ _TRIED = frozenset(
         "triangular_solve",
         "_batch_norm_with_update _native_batch_norm_legit native_batch_norm",
         "bernoulli cauchy exponential geometric log_normal multinomial normal rrelu_with_noise uniform",
+        "hardtanh_backward rrelu_with_noise_functional",
         "_prelu_kernel celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid_forward mish",
         "relu silu softplus softshrink threshold",
         "aminmax all amax amin any argmax argmin count_nonzero cummax cummin cumprod cumsum kthvalue max mean median",
@@ -47,8 +48,10 @@ _FILLS = frozenset(
         "aten::floor_divide",
         "aten::full_like",
         "aten::index_fill",
+        "aten::index_reduce",
         "aten::masked_fill",
         "aten::scatter",
+        "aten::scatter_reduce",
     }
 )
 """More ops of which a trial may take tensors with fewer elements: what they refuse is the number."""
@@ -80,8 +83,8 @@ def may_be_tried(func: OpOverload, draws: bool) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags and not draws:
         return False
-    if name.startswith("aten::_foreach_"):  # but for a tensor of numbers, one a place
-        return not name.startswith("aten::_foreach_addc") or not name.endswith(".Tensor")
+    if name.startswith("aten::_foreach_"):
+        return True
     packet = name.partition(".")[0]
     return (_is_pointwise(func) and not draws) or packet.removesuffix("_") in _TRIED or packet in _TRIED_WITH
 

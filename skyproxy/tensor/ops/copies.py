@@ -20,7 +20,7 @@ from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.tensor.core.transfers import OWN_CLASSES, download, move, upload
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
-from skyproxy.tensor.dispatch.op_info import OpInfo, implements, plain_op
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements, info_of, plain_op
 from skyproxy.tensor.dispatch.recording import run
 from skyproxy.tensor.ops.companions import companions_of
 
@@ -166,6 +166,10 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
             number = _read_whole(handle)
             if number is not None:
                 return number
+        elif shared and not kept:
+            number = _read_ahead(tensor)
+            if number is not None:
+                return number
         value = companions.ask(handle)
     _check_kind(value, tensor.dtype)
     if not shared:  # only this tensor and these names hold it, so it has no views whose changes would go unseen
@@ -204,6 +208,21 @@ def _read_whole(handle: Handle) -> bool | int | float | None:
     owner = handle.root or handle
     before = owner.device.recorder.ops
     _keep(owner, owner.device.session.fetch(owner.slot, owner.meta.description), before)
+    return host_copies.number_of(handle)
+
+
+def _read_ahead(tensor: RemoteTensor) -> bool | int | float | None:
+    """Ask for a number and for those behind it, where the program reads one after another of a large storage."""
+    handle = tensor._sky
+    found = host_copies.elements_ahead(handle)
+    if found is None:
+        return None
+    copy, count = found
+    row: RemoteTensor = run(
+        BoundCall(info_of(torch.ops.aten.as_strided.default), (tensor, (count,), (1,), handle.meta.offset), {})
+    )
+    values = handle.device.session.fetch(row._sky.slot, row._sky.meta.description)
+    host_copies.keep_ahead(copy, handle, string_at(values.data_ptr(), values.nbytes))
     return host_copies.number_of(handle)
 
 

@@ -145,6 +145,12 @@ def _lift(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict
     return args[0]
 
 
+@implements("aten::dequantize.self")
+def _dequantize(info: OpInfo, func: OpOverload, args: tuple[torch.Tensor], kwargs: dict[str, object]) -> torch.Tensor:
+    """No remote tensor is quantized; PyTorch makes such a one single precision."""
+    return args[0].to(torch.float32)
+
+
 @implements("aten::is_pinned")
 def _is_pinned(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     return False

@@ -152,6 +152,9 @@ def _count(x: Meta, dim: Dims = None) -> RuleResult:
     return None if size is None else [fresh(size, torch.int64)]
 
 
+_REDUCTIONS = frozenset({"sum", "prod", "mean", "max", "min", "amax", "amin"})
+
+
 @rule("segment_reduce")
 def _segments(
     x: Meta,
@@ -167,7 +170,7 @@ def _segments(
     bounds = lengths if offsets is None else offsets
     if not plain(x, bounds) or bounds is None or x.dtype not in FLOATS or indices is not None:
         return None
-    if bounds.dtype not in (torch.int32, torch.int64):
+    if bounds.dtype not in (torch.int32, torch.int64) or reduction not in _REDUCTIONS:
         return None
     axis += len(x.size) if axis < 0 else 0
     count = bounds.size[-1] - (bounds is offsets)

@@ -115,11 +115,13 @@ def _draw(x: Meta, *chance: object, **options: object) -> RuleResult:
 @rule("normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor")
 def _normal(mean: object, deviation: object = 1.0, **options: object) -> RuleResult:
     looks = [a for a in (mean, deviation) if type(a) is Meta]
-    fits = plain(*looks) and all(type(a) in (Meta, int, float) for a in (mean, deviation)) and not options
-    if not fits or looks[0].dtype not in FULL_PRECISION or looks[-1].dtype is not looks[0].dtype:
+    fits = all(look.plain for look in looks) and all(type(a) in (Meta, int, float) for a in (mean, deviation))
+    if not fits or options or looks[-1].dtype is not looks[0].dtype:
         return None
     size = broadcast_sizes([look.size for look in looks])
-    return None if size is None else [fresh(size, looks[0].dtype)]
+    if size is None or (looks[0].dtype not in FULL_PRECISION and 0 not in size):
+        return None  # but for no numbers: these are drawn in every dtype
+    return [fresh(size, looks[0].dtype)]
 
 
 @rule("addr")

@@ -55,6 +55,20 @@ def _finding_originals(find_builtin: Callable[[object], object]) -> Callable[[ob
     return find
 
 
+def _type_with_number(type_of: Callable[..., object]) -> Callable[..., object]:
+    """Return `Tensor.type`, which makes a tensor of the CPU one of the current device: its types name no number."""
+
+    @functools.wraps(type_of)
+    def call(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+        wanted = args[0] if args else kwargs.get("dtype")
+        name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", "")
+        if DEVICES.current and name.startswith("torch.sky.") and self.device.type != "sky":
+            self = self.to(torch.device("sky", DEVICES.current))
+        return type_of(self, *args, **kwargs)
+
+    return call
+
+
 def _context_with_number(
     constructors: Callable[[], Container[object]], torch_function: Callable[..., object]
 ) -> Callable[..., object]:
@@ -96,6 +110,13 @@ def _install_for_other_devices() -> None:
                 why="PyTorch takes the first device for one without a number, whichever is current",
                 test="test_a_device_without_a_number_is_the_current_one",
             )
+        _wrap_once(
+            torch.Tensor,
+            "type",
+            _type_with_number,
+            why="names of types have no number, for which PyTorch takes the first device, whichever is current",
+            test="test_a_type_without_a_number_is_of_the_current_device",
+        )
         _wrap_once(
             _device.DeviceContext,
             "__torch_function__",

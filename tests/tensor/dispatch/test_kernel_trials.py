@@ -130,6 +130,28 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "a mask of bytes of another length": lambda x, i: x.__setitem__(i.to(torch.uint8)[:2], 1),
     "a triangle of unsigned numbers": lambda x, i: i.expand(3, 3).to(torch.uint16).tril(),
     "random numbers of eight bits": lambda x, i: torch.rand(3, dtype=torch.float8_e5m2, device=x.device),
+    "an approximation of no name": lambda x, i: F.gelu(x, approximate="x"),
+    "an approximation of no name of many": lambda x, i: F.gelu(x.new_ones(100, 100), approximate="x"),
+    "a derivative of no name": lambda x, i: torch.ops.aten.gelu_backward(x, x, approximate="x"),
+    "a rounding of no name": lambda x, i: torch.div(x, x, rounding_mode="x"),
+    "a rounding of no name in place": lambda x, i: x.div_(x, rounding_mode="x"),
+    "a scattering of no name": lambda x, i: x.scatter(0, i, x, reduce="x"),
+    "a scattering of no name of many": lambda x, i: x.new_ones(5000).scatter_(0, i, 2.0, reduce="x"),
+    "a reduction of no name": lambda x, i: x.new_ones(5000).scatter_reduce(0, i, x, "x"),
+    "a reduction of rows of no name": lambda x, i: x.index_reduce(0, i, x, "x"),
+    "a reduction of segments of no name": lambda x, i: torch.segment_reduce(x, "x", lengths=i + 1),
+    "truth values multiplied by a tensor of factors": lambda x, i: torch._foreach_addcmul_(
+        [i.bool()] * 3, [i.bool()] * 3, [i.bool()] * 3, torch.ones(3)
+    ),
+    "integers divided by a tensor of factors": lambda x, i: torch._foreach_addcdiv([i], [i], [i], torch.ones(1)),
+    "slopes of integers": lambda x, i: torch.ops.aten.rrelu_with_noise_functional(i, i, 0.1, 0.3, True),
+    "a bound of complex numbers": lambda x, i: F.hardtanh(x + 1j),
+    "a derivative of bounds of complex numbers": lambda x, i: torch.ops.aten.hardtanh_backward(x + 1j, x + 1j, -1, 1),
+    "samples of other sizes": lambda x, i: F.fractional_max_pool3d(
+        x.new_ones(2, 3, 16, 16, 16), 2, output_size=(2, 2, 2), _random_samples=x.new_ones(2, 2, 3)
+    ),
+    "pivots of 64 bits": lambda x, i: torch.linalg.lu_solve(x.diag(), i, x.view(3, 1)),
+    "pivots of 64 bits to unpack": lambda x, i: torch.lu_unpack(x.diag(), i),
     "windows of integers": lambda x, i: F.unfold(i.reshape(1, 1, 1, 3), 1),
 }
 
@@ -179,8 +201,42 @@ def test_of_a_long_list_one_place_of_each_dtype_is_tried(sky: str, monkeypatch: 
     torch._foreach_add(parts, [*range(80)])
     assert torch.sky.stats()["round_trips"] == before
     ((looks, numbers),) = tried
-    assert [look.dtype for look in looks] == [torch.bfloat16, torch.int16]
-    assert numbers == [0, 40]
+    assert [look.dtype for look in looks] == [torch.bfloat16, torch.bfloat16, torch.int16]  # a zero counts apart
+    assert numbers == [0, 1, 40]
+
+
+def test_numbers_of_a_tensor_of_factors_are_tried_one_for_each_kind(sky: str) -> None:
+    parts = [torch.ones(2, dtype=torch.half, device=sky), *torch.ones(3, 2, device=sky)]
+    before = torch.sky.stats()["round_trips"]
+    for factors in (torch.full((4,), 2.0), torch.full((4,), 2.0, device=sky)):
+        made = torch._foreach_addcmul(parts, parts, parts, factors)
+        assert [one.tolist() for one in made] == [[3.0, 3.0]] * 4
+        assert torch.sky.stats()["round_trips"] <= before + 9
+
+
+def test_a_kernel_that_is_not_deterministic_is_refused_at_its_line(sky: str) -> None:
+    target, places, values = torch.zeros(4).to(sky), torch.tensor([1, 2]).to(sky), torch.ones(2).to(sky)
+    target.put_(places, values)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+            target.put_(places, values)
+        target.put_(places, values, accumulate=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    target.put_(places, values)
+    torch.sky.synchronize()
+    assert target.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16, torch.float32], ids=str)
+def test_no_numbers_are_drawn_in_any_dtype(dtype: torch.dtype, sky: str) -> None:
+    none, some = torch.ones(0, 2, dtype=dtype).to(sky), torch.ones(2, dtype=torch.int64).to(sky)
+    for made in (torch.normal(0.0, none), torch.normal(none, 1.0), torch.normal(none, none)):
+        assert (made.dtype, tuple(made.shape)) == (dtype, (0, 2))
+    with pytest.raises(NotImplementedError):
+        torch.normal(0.0, some)
+    torch.sky.synchronize()
 
 
 def test_a_trial_draws_no_random_numbers_of_the_program(sky: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from skyproxy.tensor.dispatch.number_classes import class_of, is_huge, key_of
 
 HALF, BYTE, INTEGER, SINGLE = torch.float16, torch.uint8, torch.int32, torch.float32
+COMPLEX = torch.complex64
 NUMBERS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, float], object], float]] = {
     "a mask of halves": (HALF, lambda x, n: x.masked_fill(x > 0, n), -1e9),
     "a mask of halves, in place": (HALF, lambda x, n: x.masked_fill_(x > 0, n), -1e9),
@@ -21,6 +22,12 @@ NUMBERS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, float], object], f
     "halves between bounds, in place": (HALF, lambda x, n: x.clamp_(-n, n), 1e5),
     "a multiple of halves": (HALF, lambda x, n: x.add(x, alpha=n), 1e5),
     "lists of halves": (HALF, lambda x, n: torch._foreach_clamp_max([x], n), 1e5),
+    "lists of halves and of bounds": (HALF, lambda x, n: torch._foreach_clamp_max([x, x], [1.0, n]), 1e5),
+    "lists of bytes and of powers": (BYTE, lambda x, n: torch._foreach_pow([x], [n]), 300),
+    "complex numbers filled": (COMPLEX, lambda x, n: x.fill_(n * 1j), 1e300),
+    "complex numbers like others": (COMPLEX, lambda x, n: torch.full_like(x, n * 1j), 1e300),
+    "a mask of complex numbers": (COMPLEX, lambda x, n: x.masked_fill(x == 0, n * 1j), 1e300),
+    "a multiple of complex numbers": (COMPLEX, lambda x, n: x.add(x, alpha=n * 1j), 1e300),
     "bytes filled": (BYTE, lambda x, n: x.fill_(n), 300),
     "bytes scattered": (BYTE, lambda x, n: x.scatter_(0, torch.zeros_like(x, dtype=torch.int64), n), 256),
     "rows of bytes": (BYTE, lambda x, n: x.index_fill_(0, torch.zeros_like(x[0], dtype=torch.int64)[:1], n), 256),
@@ -62,7 +69,7 @@ def test_numbers_that_differ_in_size_only_ask_for_nothing(sky: str) -> None:
     assert torch.sky.stats()["round_trips"] == trips
 
 
-@pytest.mark.parametrize("number", [1.0, -128.0, 0.5, 1, 127, True, None, 1j, "sum"])
+@pytest.mark.parametrize("number", [1.0, -128.0, 0.5, 1, 127, True, None, "sum"])
 def test_small_numbers_count_by_their_type(number: object) -> None:
     assert key_of(number) is type(number)
 

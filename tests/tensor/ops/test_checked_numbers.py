@@ -18,6 +18,40 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     "a width of zero": (lambda x: x.cauchy_(0, 1), lambda x: x.cauchy_(0, 0)),
     "a deviation of zero": (lambda x: x.log_normal_(0, 1), lambda x: x.log_normal_(0, 0)),
     "a deviation below zero around a tensor": (lambda x: torch.normal(x, 2.0), lambda x: torch.normal(x, -1.0)),
+    "a bend below zero": (lambda x: F.huber_loss(x, x, delta=0.5), lambda x: F.huber_loss(x, x, delta=-0.5)),
+    "a width below zero": (
+        lambda x: torch.ops.aten.smooth_l1_loss(x, x, 1, 0.5),
+        lambda x: torch.ops.aten.smooth_l1_loss(x, x, 1, -0.5),
+    ),
+    "a scale of zero": (lambda x: F.celu(x, 0.5), lambda x: F.celu(x, 0.0)),
+    "a distance below zero": (
+        lambda x: torch.cdist(x.view(1, 3), x.view(1, 3), p=0.5),
+        lambda x: torch.cdist(x.view(1, 3), x.view(1, 3), p=-0.5),
+    ),
+    "a distance between rows below zero": (
+        lambda x: torch.pdist(x.view(3, 1), p=0.5),
+        lambda x: torch.pdist(x.view(3, 1), p=-0.5),
+    ),
+    "a bound of norms below zero": (
+        lambda x: x.view(1, 3).renorm(2, 0, 0.5),
+        lambda x: x.view(1, 3).renorm(2, 0, -0.5),
+    ),
+    "a margin's power of three": (
+        lambda x: torch.ops.aten.multi_margin_loss(x.view(1, 3), x[:1].long(), 2),
+        lambda x: torch.ops.aten.multi_margin_loss(x.view(1, 3), x[:1].long(), 3),
+    ),
+    "a chance above one": (
+        lambda x: torch.ops.aten.bernoulli.p(x, 0.5),
+        lambda x: torch.ops.aten.bernoulli.p(x, 1.5),
+    ),
+    "a window behind the memory": (
+        lambda x: torch.as_strided_scatter(x, x[:2], (2,), (1,), 1),
+        lambda x: torch.as_strided_scatter(x, x[:2], (2,), (1,), 2),
+    ),
+    "a copy of what is behind the memory": (
+        lambda x: torch.as_strided_copy(x, (2,), (1,), 1),
+        lambda x: torch.as_strided_copy(x, (2,), (2,), 1),
+    ),
     "a threshold below zero": (lambda x: F.softshrink(x, 0.5), lambda x: F.softshrink(x, -0.5)),
 }
 

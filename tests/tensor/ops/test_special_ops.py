@@ -412,3 +412,22 @@ def test_segments_count_from_either_end(axis: int, sky1: str) -> None:
         return reduced, data.grad
 
     _same(reduce, sky1, torch.arange(4.0), lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool], ids=str)
+def test_a_tensor_that_is_not_quantized_is_dequantized_as_on_the_cpu(dtype: torch.dtype, sky: str) -> None:
+    here = torch.ones(2, 3, dtype=dtype).t()
+    there = here.to(sky)
+    made = there.dequantize()
+    assert (made.dtype, made.stride()) == (torch.float32, here.dequantize().stride())
+    assert torch.equal(made.cpu(), here.dequantize())
+    assert (made is there) == (here.dequantize() is here)
+
+
+def test_real_coefficients_combine_complex_tensors(sky: str) -> None:
+    tensors, coefficients = torch.randn(4, 3, dtype=torch.complex64), torch.randn(2, 4)
+    there = tensors.to(sky)
+    found = torch._compute_linear_combination(there, coefficients.to(sky))
+    assert torch.equal(found.cpu(), torch._compute_linear_combination(tensors, coefficients))
+    with pytest.raises(RuntimeError, match="another dtype"):
+        torch._compute_linear_combination(there, coefficients.to(sky).double()).cpu()

@@ -71,6 +71,19 @@ def test_a_device_without_a_number_is_the_current_one(name: str, device: Device,
     assert MAKE[name](device).device == torch.device(sky)
 
 
+def test_a_type_without_a_number_is_of_the_current_device(sky: str, sky1: str) -> None:
+    here, there = torch.ones(2), torch.ones(2, device=sky)
+    with torch.sky.device(sky1):  # type: ignore[attr-defined]
+        for kind in ("torch.sky.DoubleTensor", torch.sky.DoubleTensor):  # type: ignore[attr-defined]
+            made = here.type(kind)
+            assert (made.device, made.dtype) == (torch.device(sky1), torch.float64)
+            assert here.type(dtype=kind).device == torch.device(sky1)
+            assert there.type(kind).device == torch.device(sky)
+        assert here.type() == "torch.FloatTensor"
+        assert here.type(torch.float64).device == here.device
+    assert here.type("torch.sky.DoubleTensor").device == torch.device(sky)
+
+
 def test_each_thread_has_its_own(sky: str, sky1: str) -> None:
     torch.sky.set_device(sky1)  # type: ignore[attr-defined]
     found = []
@@ -143,4 +156,4 @@ def test_threads_that_begin_with_another_device_each_have_it(sky1: str) -> None:
         sys.setswitchinterval(interval)
     assert found == [torch.device(sky1)] * 8
     places = [patch.place for patch in patching.PATCHES if patch.when is patching.When.OTHER_DEVICE]
-    assert len(places) == len(set(places)) == 13
+    assert len(places) == len(set(places)) == 14
