@@ -52,8 +52,15 @@ def multiplies_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     A batch times a matrix is one product if the matrix requires gradients, in `torch.no_grad()` too; otherwise it
     depends on the batch's strides whether it is one or several, whose last bits differ.
     """
-    if a.dim() > 2:
-        return b.dim() > 2 or not b.requires_grad or a.is_contiguous()
+    rank = a.dim()
+    if rank > 2:
+        if b.dim() > 2 or not b.requires_grad:
+            return True
+        # As `should_fold` of ATen looks at them: those of dimensions of size one count.
+        size, stride = a.shape, a.stride()
+        if rank == 3:
+            return stride[0] == stride[1] * size[1]
+        return all(stride[n] == stride[n + 1] * size[n + 1] for n in range(rank - 2))
     return b.dim() < 3 or not a.requires_grad
 
 
@@ -124,8 +131,9 @@ def dispatch_remote(
     if info.is_matmul and not multiplies_alike(args[0], args[1]):
         if info.name != "aten::linear":
             return one_product(args[0], args[1])
-        product = one_product(args[0], args[1].t())
-        return product if len(args) < 3 or args[2] is None else product.add_(args[2])
+        if not args[1].is_inference():  # whose transpose requires no gradients
+            product = one_product(args[0], args[1].t())
+            return product if len(args) < 3 or args[2] is None else product.add_(args[2])
     device = None
     key: list[object] = [info]
     wire: list[object] = [0]

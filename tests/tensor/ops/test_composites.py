@@ -363,3 +363,33 @@ def test_norms_and_windows_are_the_cpus_in_every_mode(name: str, mode: str, dtyp
         assert (ours[3] is None) == (theirs[3] is None)
         if theirs[3] is not None and ours[3] is not None:
             torch.testing.assert_close(ours[3].cpu(), theirs[3])
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [((3, 1, 4), (4, 12, 1)), ((3, 1, 4), (4, 4, 1)), ((1, 3, 4), (1, 1, 3)), ((2, 1, 3, 4), (12, 7, 4, 1))],
+)
+def test_strides_of_size_one_decide_how_a_batch_is_multiplied(
+    size: tuple[int, ...], stride: tuple[int, ...], mode: Callable[[], Any], has_bias: bool, sky: str
+) -> None:
+    for seed in range(8):  # the last bit of some
+        torch.manual_seed(seed)
+        x, weight = torch.randn(size), torch.nn.Parameter(torch.randn(12, 4))
+        bias = torch.nn.Parameter(torch.randn(12)) if has_bias else None
+        there = [torch.nn.Parameter(t.detach().to(sky)) if t is not None else None for t in (weight, bias)]
+        with mode():
+            local = x.as_strided(size, stride) if x.numel() > 12 else torch.empty_strided(size, stride).copy_(x)
+            remote = torch.empty_strided(size, stride, device=sky).copy_(local)
+            assert torch.equal(linear(remote, *there).cpu(), linear(local, weight, bias))
+            assert torch.equal((remote @ there[0].t()).cpu(), local @ weight.t())
+
+
+def test_weights_made_in_inference_mode_are_multiplied_as_here(sky: str) -> None:
+    x = torch.randn(3, 1, 4).as_strided((3, 1, 4), (4, 12, 1))
+    with torch.inference_mode():
+        for seed in range(8):
+            torch.manual_seed(seed)
+            layer = torch.nn.Linear(4, 12, bias=False)
+            assert torch.equal(linear(x.to(sky), layer.weight.to(sky).requires_grad_()).cpu(), layer(x))
