@@ -77,7 +77,8 @@ def differences(before: Snapshot, after: Snapshot) -> dict[tuple[int, str], tupl
     found = {}
     for key, (owner, now) in after.items():
         had = before[key][1] if key in before else {name: None for name, v in now.items() if is_ours(v)}
-        if isinstance(owner, types.ModuleType) and owner.__name__.startswith("torch.sky"):
+        place = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", "")
+        if str(place).startswith("torch.sky"):
             continue  # ours from top to bottom
         for name in {**had, **now}:
             old, new = had.get(name), now.get(name)
