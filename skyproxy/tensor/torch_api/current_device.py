@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Container
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
@@ -124,6 +125,15 @@ def _install_for_other_devices() -> None:
             why="a default device is given to PyTorch's own functions, past ours",
             test="test_a_default_device_without_a_number_is_the_current_one",
         )
+        if not patching.is_replaced(UninitializedTensorMixin, "_allowed_methods"):
+            patching.replace(
+                UninitializedTensorMixin,
+                "_allowed_methods",
+                [*UninitializedTensorMixin._allowed_methods, torch.Tensor.to],
+                why="lazy parameters know the methods that they have by their identity",
+                test=f"{_TEST}::test_lazy_parameters_move",
+                when=patching.When.OTHER_DEVICE,
+            )
         _wrap_once(
             torch.jit._builtins,
             "_find_builtin",
@@ -141,6 +151,7 @@ def _wrap_once(owner: object, name: str, make: Callable[..., object], *, why: st
 def install() -> None:
     """Has the current device stand for one without a number everywhere, once it is not the first."""
     patching.require(torch.jit._builtins, "_find_builtin")
+    patching.require(UninitializedTensorMixin, "_allowed_methods")
     DEVICES.before_other = _install_for_other_devices
 
 

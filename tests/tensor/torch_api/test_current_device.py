@@ -135,6 +135,13 @@ def test_a_script_makes_tensors(sky1: str) -> None:
         assert torch.jit.script(made)(torch.ones(2)).tolist() == [2, 3]
 
 
+def test_lazy_parameters_move(sky1: str) -> None:
+    with torch.sky.device(sky1):  # type: ignore[attr-defined]
+        layer = nn.LazyLinear(3).to("sky").to(torch.float64).to("cpu").to("sky")
+        assert layer(torch.ones(2, 4, dtype=torch.float64, device="sky")).shape == (2, 3)
+        assert layer.weight.device == torch.device(sky1)
+
+
 def test_threads_that_begin_with_another_device_each_have_it(sky1: str) -> None:
     patching.undo_all(but=[when for when in patching.When if when is not patching.When.OTHER_DEVICE])
     begin, found = threading.Barrier(8), []
@@ -156,4 +163,4 @@ def test_threads_that_begin_with_another_device_each_have_it(sky1: str) -> None:
         sys.setswitchinterval(interval)
     assert found == [torch.device(sky1)] * 8
     places = [patch.place for patch in patching.PATCHES if patch.when is patching.When.OTHER_DEVICE]
-    assert len(places) == len(set(places)) == 14
+    assert len(places) == len(set(places)) == 15
