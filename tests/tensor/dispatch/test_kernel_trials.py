@@ -266,10 +266,12 @@ def test_kernels_that_follow_values_or_do_more_than_compute_are_not_tried(op: to
 
 def test_a_kernel_that_is_tried_warns_once(sky: str) -> None:
     # In a form that no other test has: a worker tells what the first operation of each form warns of.
-    target, chosen = torch.zeros(4, 4).to(sky), torch.tensor([1, 0, 1, 0], dtype=torch.uint8).to(sky)
+    target = torch.zeros(4, 4, 1, 1, 2, dtype=torch.float64).to(sky)
+    chosen = torch.tensor([1, 0, 1, 0], dtype=torch.uint8).to(sky)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        target.index_put_((chosen, chosen), torch.ones(2, device=sky), accumulate=True)
+        values = torch.ones(2, 1, 1, 2, dtype=torch.float64, device=sky)
+        target.index_put_((chosen, chosen), values, accumulate=True)
         torch.sky.synchronize()
     assert len(given) == 2  # one for each mask
 
