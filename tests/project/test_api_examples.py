@@ -91,7 +91,9 @@ def public_names() -> Iterator[tuple[str, object]]:
 def public_methods() -> Iterator[tuple[str, object]]:
     """The methods of public classes, by the class of ours that defines them; an override goes without its base's."""
     for _, value in public_names():
-        bases = [base for base in getattr(value, "__mro__", ()) if base.__module__.startswith(("skyproxy", "torch.sky"))]
+        bases = [
+            base for base in getattr(value, "__mro__", ()) if base.__module__.startswith(("skyproxy", "torch.sky"))
+        ]
         for index, base in enumerate(bases):
             for name, member in vars(base).items():
                 function = member.__func__ if isinstance(member, staticmethod | classmethod) else member

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Container
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
 
 from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 
+_Uninitialized = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 _TEST = "tests/tensor/torch_api/test_current_device.py"
 _OF_DATA = ("tensor", "as_tensor", "asarray")
 _SPARSE = tuple(f"sparse_{layout}_tensor" for layout in ("coo", "csr", "csc", "bsr", "bsc", "compressed"))
@@ -125,11 +125,11 @@ def _install_for_other_devices() -> None:
             why="a default device is given to PyTorch's own functions, past ours",
             test="test_a_default_device_without_a_number_is_the_current_one",
         )
-        if not patching.is_replaced(UninitializedTensorMixin, "_allowed_methods"):
+        if not patching.is_replaced(_Uninitialized, "_allowed_methods"):
             patching.replace(
-                UninitializedTensorMixin,
+                _Uninitialized,
                 "_allowed_methods",
-                [*UninitializedTensorMixin._allowed_methods, torch.Tensor.to],
+                [*_Uninitialized._allowed_methods, torch.Tensor.to],
                 why="lazy parameters know the methods that they have by their identity",
                 test=f"{_TEST}::test_lazy_parameters_move",
                 when=patching.When.OTHER_DEVICE,
@@ -151,7 +151,7 @@ def _wrap_once(owner: object, name: str, make: Callable[..., object], *, why: st
 def install() -> None:
     """Has the current device stand for one without a number everywhere, once it is not the first."""
     patching.require(torch.jit._builtins, "_find_builtin")
-    patching.require(UninitializedTensorMixin, "_allowed_methods")
+    patching.require(_Uninitialized, "_allowed_methods")
     DEVICES.before_other = _install_for_other_devices
 
 
