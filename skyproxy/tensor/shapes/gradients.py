@@ -21,8 +21,8 @@ from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain, sugge
 from skyproxy.tensor.shapes.strides import suggests_channels_last
 from skyproxy.tensor.shapes.windows import RULES, convolved
 
-_TAKES_ANY_ORDER = torch_versions.minor(torch.__version__) >= (2, 15)
-"""Up to 2.14, the kernel for gradients of group norms reads both its tensors by one order of memory."""
+_TAKES_ANY_ORDER = torch_versions.minor(torch.__version__) >= (2, 14)
+"""Up to 2.13, the kernel for gradients of group norms reads both its tensors by one order of memory."""
 _NOTHING: Look = (None, None)
 """The look of a gradient that nobody asked for."""
 _NUMBERS = frozenset({int, float, bool, type(None)})
