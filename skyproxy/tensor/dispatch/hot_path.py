@@ -131,9 +131,11 @@ def dispatch_remote(
     if info.is_matmul and not multiplies_alike(args[0], args[1]):
         if info.name != "aten::linear":
             return one_product(args[0], args[1])
-        if not args[1].is_inference():  # whose transpose requires no gradients
+        bias = args[2] if len(args) > 2 else None
+        # Transposed weights of inference require no gradients; with a bias, and no gaps, it is one product in any case.
+        if not (args[1].is_inference() or (bias is not None and args[0].is_contiguous())):
             product = one_product(args[0], args[1].t())
-            return product if len(args) < 3 or args[2] is None else product.add_(args[2])
+            return product if bias is None else product.add_(bias)
     device = None
     key: list[object] = [info]
     wire: list[object] = [0]

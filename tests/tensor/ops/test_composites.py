@@ -365,6 +365,7 @@ def test_norms_and_windows_are_the_cpus_in_every_mode(name: str, mode: str, dtyp
             torch.testing.assert_close(ours[3].cpu(), theirs[3])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize(
@@ -372,16 +373,21 @@ def test_norms_and_windows_are_the_cpus_in_every_mode(name: str, mode: str, dtyp
     [((3, 1, 4), (4, 12, 1)), ((3, 1, 4), (4, 4, 1)), ((1, 3, 4), (1, 1, 3)), ((2, 1, 3, 4), (12, 7, 4, 1))],
 )
 def test_strides_of_size_one_decide_how_a_batch_is_multiplied(
-    size: tuple[int, ...], stride: tuple[int, ...], mode: Callable[[], Any], has_bias: bool, sky: str
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    mode: Callable[[], Any],
+    has_bias: bool,
+    dtype: torch.dtype,
+    sky: str,
 ) -> None:
     for seed in range(8):  # the last bit of some
         torch.manual_seed(seed)
-        x, weight = torch.randn(size), torch.nn.Parameter(torch.randn(12, 4))
-        bias = torch.nn.Parameter(torch.randn(12)) if has_bias else None
+        x, weight = torch.randn(size).to(dtype), torch.nn.Parameter(torch.randn(12, 4).to(dtype))
+        bias = torch.nn.Parameter(torch.randn(12).to(dtype)) if has_bias else None
         there = [torch.nn.Parameter(t.detach().to(sky)) if t is not None else None for t in (weight, bias)]
         with mode():
-            local = x.as_strided(size, stride) if x.numel() > 12 else torch.empty_strided(size, stride).copy_(x)
-            remote = torch.empty_strided(size, stride, device=sky).copy_(local)
+            local = torch.empty_strided(size, stride, dtype=dtype).copy_(x)
+            remote = torch.empty_strided(size, stride, dtype=dtype, device=sky).copy_(local)
             assert torch.equal(linear(remote, *there).cpu(), linear(local, weight, bias))
             assert torch.equal((remote @ there[0].t()).cpu(), local @ weight.t())
 
