@@ -191,7 +191,8 @@ def _copy(a: Meta, *args: object, memory_format: torch.memory_format | None = No
     "isin.Tensor_Tensor isin.Tensor_Scalar grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d "
     "grid_sampler_3d_backward "
     "smooth_l1_loss_backward mse_loss_backward native_layer_norm native_layer_norm_backward col2im renorm tril triu "
-    "softmax.int log_softmax.int nll_loss2d_forward diag_embed poisson _standard_gamma rrelu_with_noise max_pool1d"
+    "softmax.int log_softmax.int nll_loss2d_forward diag_embed poisson _standard_gamma rrelu_with_noise max_pool1d "
+    "layer_norm"
 )
 def _row_major(*args: object, **kwargs: object) -> list[Strides]:
     return [_ROW_MAJOR] * 3
@@ -381,7 +382,7 @@ def _max_pool3d(a: Meta, *args: object, **kwargs: object) -> list[_OfSize]:
     return [lambda size: channels_last_stride((1, *size))[1:]] * 2
 
 
-@_corrects("native_group_norm")
+@_corrects("group_norm native_group_norm")
 def _in_suggested_format(a: Meta, *args: object) -> list[Strides]:
     return [suggested_stride(a.size, a.stride)]
 

@@ -399,3 +399,14 @@ def test_weights_made_in_inference_mode_are_multiplied_as_here(sky: str) -> None
             torch.manual_seed(seed)
             layer = torch.nn.Linear(4, 12, bias=False)
             assert torch.equal(linear(x.to(sky), layer.weight.to(sky).requires_grad_()).cpu(), layer(x))
+
+
+@pytest.mark.parametrize("stride", [(4, 1, 7), (4, 1, 16), (1, 4, 4), (8, 2, 1)])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_norm_of_channels_lies_as_on_the_cpu(mode: Callable[[], Any], stride: tuple[int, ...], sky: str) -> None:
+    with mode():
+        local, remote = (torch.empty_strided((4, 4, 1), stride, device=place) for place in ("cpu", sky))
+        remote.copy_(local.copy_(torch.randn(4, 4, 1)))
+        expected, found = F.group_norm(local, 2), F.group_norm(remote, 2)
+    assert found.stride() == expected.stride()
+    assert torch.equal(found.cpu(), expected)
