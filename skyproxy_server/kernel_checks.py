@@ -95,6 +95,12 @@ def _layer_norm(given: dict[str, Any]) -> None:
         require(vector is None or tuple(vector.shape) == inner, f"{name} does not have the shape {list(inner)}")
 
 
+@_checks("native_group_norm_backward")
+def _group_norm(given: dict[str, Any]) -> None:
+    # Of images that lie channels-last, the kernel writes the input's gradient, asked or not: to no memory, up to 2.13.
+    given["output_mask"] = [True, *given["output_mask"][1:]]
+
+
 @_checks("_softmax_backward_data", "_log_softmax_backward_data", "_masked_softmax_backward")
 def _probabilities(given: dict[str, Any]) -> None:
     grad, output = given["grad_output"], given["output"]

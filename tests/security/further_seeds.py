@@ -150,7 +150,11 @@ def _derivatives() -> dict[str, list[tuple[Any, ...]]]:
         "rrelu_with_noise": [(_t(2, 3), _t(2, 3), 0.1, 0.3, True)],
         "rrelu_with_noise_backward": [(_t(2, 3), _t(2, 3), _t(2, 3), 0.1, 0.3, True, False)],
         "_fused_rms_norm": [(_t(2, 3), [3], _t(3), 1e-5)],
-        "native_group_norm_backward": [(_t(2, 4, 3), _t(2, 4, 3), _t(2, 2), _t(2, 2), _t(4), 2, 4, 3, 2, [True] * 3)],
+        "native_group_norm_backward": [
+            (_t(2, 4, 3), _t(2, 4, 3), _t(2, 2), _t(2, 2), _t(4), 2, 4, 3, 2, [True] * 3),
+            (images := _t(2, 4, 3, 3).to(memory_format=torch.channels_last), images)
+            + (_t(2, 2), _t(2, 2), _t(4), 2, 4, 9, 2, [False, True, True]),
+        ],
         "_embedding_bag_backward": [
             (_t(2, 3), *bag, 5, False, 0, False, None, -1),
             (_t(2, 3), *bag, 5, False, 1, True, None, -1),

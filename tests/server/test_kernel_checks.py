@@ -67,6 +67,7 @@ def test_what_pytorch_itself_asks_for_passes_unchanged() -> None:
             backward_of(F.multilabel_margin_loss(leaf(2, 4), many, reduction=reduction))
         backward_of(F.layer_norm(leaf(2, 3, 4), (3, 4), leaf(3, 4), leaf(3, 4)))
         backward_of(F.layer_norm(leaf(2, 3, 4), (4,)))
+        backward_of(F.group_norm(leaf(2, 4, 3, 3), 2, leaf(4), leaf(4)))
         backward_of(F.pdist(leaf(6, 3)))
         backward_of(F.pad(leaf(3, 9), (8, 8), mode="reflect"))
         backward_of(F.pad(leaf(1, 3, 4, 5), (1, 2, 3, 0), mode="reflect"))

@@ -86,3 +86,19 @@ def test_group_norm_without_gradients_goes_through_autograd_only_where_somebody_
             for t in (ours, x)
         ]
     assert torch.allclose(tangents[0].cpu(), tangents[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(2, 4, 3, 3), (1, 4, 4, 4), (2, 4, 3, 3, 3)])
+def test_images_that_need_no_gradient_may_lie_channels_last(size: tuple[int, ...], sky: str) -> None:
+    """Up to 2.13, the kernel ends the process that asks for the gradients of the weights alone."""
+    images = torch.randn(size)
+    order = torch.channels_last if len(size) == 4 else torch.channels_last_3d
+    there = images.to(sky).contiguous(memory_format=order)
+    weight, bias = (torch.ones(4, device=sky, requires_grad=True) for _ in range(2))
+    F.group_norm(there, 2, weight, bias).square().sum().backward()
+    assert weight.grad is not None
+    assert bias.grad is not None
+    found = F.group_norm(images, 2)
+    sums = [n for n in range(len(size)) if n != 1]
+    torch.testing.assert_close(weight.grad.cpu(), (2 * (found + 1) * found).sum(sums))
+    torch.testing.assert_close(bias.grad.cpu(), (2 * (found + 1)).sum(sums))
