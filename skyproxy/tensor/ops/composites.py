@@ -23,7 +23,7 @@ from skyproxy.tensor.core.torch_private import (
 )
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
-from skyproxy.tensor.dispatch.op_info import OpInfo, implements
+from skyproxy.tensor.dispatch.op_info import OpInfo, implements, plain_op
 from skyproxy.tensor.dispatch.recording import run
 from skyproxy.tensor.ops.nested_batches import NestedBatch
 
@@ -167,6 +167,32 @@ def _add_to_sparse_product(info: OpInfo, func: OpOverload, args: tuple[Any, ...]
         size = (left.shape[0], right.shape[1])
         target = torch.empty(size, dtype=left.dtype, layout=torch.sparse_coo, device=left.device)
     return run(BoundCall(info, (target, left, right), kwargs))
+
+
+_WEIGHTS = {aten._native_multi_head_attention.default: 5, aten._transformer_encoder_layer_fwd.default: 3}
+"""Where the weights are that the first argument is multiplied with, if it is query, key and value at once."""
+_attention = plain_op(aten._native_multi_head_attention.default)
+
+
+@implements("aten::_native_multi_head_attention")
+def _attend(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    return dispatch_remote(RemoteTensor, _attention, (), rows_at_once(func, args), kwargs)
+
+
+def rows_at_once(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a layer of attention, with a batch that a worker multiplies as PyTorch does here.
+
+    Such a layer's kernel sees in inference mode that its weights require gradients, and multiplies all rows of the
+    batch at once (`multiplies_alike`). On a worker no weights do; but a batch without gaps is multiplied so, too.
+    """
+    at = _WEIGHTS.get(op)
+    if at is None or not torch.is_inference_mode_enabled() or not args[at].requires_grad or args[at].is_inference():
+        return args
+    rows = args[0]
+    if rows.dim() != 3 or rows.stride(0) == rows.stride(1) * rows.size(1) or any(a is not rows for a in args[: at - 2]):
+        return args
+    copy = rows.clone(memory_format=torch.contiguous_format)
+    return tuple([copy if a is rows else a for a in args])
 
 
 def install(library: torch.library.Library) -> None:

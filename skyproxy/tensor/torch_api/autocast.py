@@ -19,6 +19,7 @@ from skyproxy.tensor.core.torch_private import DispatchKey, DispatchKeySet, OpOv
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 from skyproxy.tensor.dispatch.recording import run
+from skyproxy.tensor.ops.composites import rows_at_once
 
 # One string a list, not a list of strings: so a line can be held against PyTorch's own.
 # ruff: noqa: SIM905
@@ -273,7 +274,7 @@ def _divide(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: di
     # A key without a kernel of its own would be a crash, not an error.
     key = next((name for name in _KERNELS_OF_OPS if has_kernel(info.name, name)), None) if _region.entered else None
     if key is None:
-        return run(BoundCall(info, args, kwargs))
+        return run(BoundCall(info, rows_at_once(func, args), kwargs))
     _region.entered = False
     try:
         with torch.autocast("sky", torch.get_autocast_dtype("sky"), cache_enabled=torch.is_autocast_cache_enabled()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -410,3 +411,28 @@ def test_a_norm_of_channels_lies_as_on_the_cpu(mode: Callable[[], Any], stride: 
         expected, found = F.group_norm(local, 2), F.group_norm(remote, 2)
     assert found.stride() == expected.stride()
     assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_layers_of_attention_are_the_cpus(batch: int, mode: Callable[[], Any], learns: bool, sky: str) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        images = torch.randn(batch, 4, 4, 2)
+        attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+        layer = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=seed % 2 == 0)
+        for module in (attention.eval().requires_grad_(learns), layer.eval().requires_grad_(learns)):
+            found, expected = (
+                _attended(copy.deepcopy(module).to(device), images.to(device), mode) for device in (sky, "cpu")
+            )
+            assert torch.equal(found.cpu(), expected)
+            assert found.stride() == expected.stride()
+
+
+def _attended(module: torch.nn.Module, images: torch.Tensor, mode: Callable[[], Any]) -> torch.Tensor:
+    rows = images.flatten(2).transpose(1, 2)
+    with mode():
+        result = module(rows, rows, rows)[0] if isinstance(module, torch.nn.MultiheadAttention) else module(rows)
+    assert isinstance(result, torch.Tensor)
+    return result
