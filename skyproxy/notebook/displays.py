@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from skyproxy.errors import SkyproxyError
 from skyproxy.notebook.tracebacks import chain
 
-_MODULE, _CLASS = "skyproxy.tensor.core.remote_tensor", "RemoteTensor"
+_MODULE, _CLASS = "torch.sky", "RemoteTensor"
 
 
 class Shown(Protocol):
