@@ -170,7 +170,7 @@ def _add_to_sparse_product(info: OpInfo, func: OpOverload, args: tuple[Any, ...]
 
 
 _WEIGHTS = {aten._native_multi_head_attention.default: 5, aten._transformer_encoder_layer_fwd.default: 3}
-"""Where the weights are that the first argument is multiplied with, if it is query, key and value at once."""
+"""Positions of the weights that the first argument is multiplied with, if it is query, key and value at once."""
 _attention = plain_op(aten._native_multi_head_attention.default)
 
 
