@@ -244,7 +244,7 @@ def check_number(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> N
     """
     if info.name in _FILLING and kwargs.get("dtype") is not None:
         *sizes, value = args
-        small = [[min(math.prod(size), 2)] for size in sizes]  # a kernel of its own fills one element
+        small = [[min(abs(math.prod(size)), 2)] for size in sizes]  # a kernel of its own fills one element
         key = (info, kwargs["dtype"], *map(tuple, small), type(value), value)
         if key in _taken:
             return

@@ -331,3 +331,9 @@ def test_numbers_fill_what_they_fill_on_the_cpu(
         assert not isinstance(raised.value, RemoteError)  # it comes at its line
     else:
         assert torch.equal(torch.full(size, number, dtype=dtype, device=sky).cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.float32])
+def test_a_size_below_zero_is_refused_as_on_the_cpu(dtype: torch.dtype, sky: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape("negative dimension -3: [2, -3]")):
+        torch.full((2, -3), 1.0, dtype=dtype, device=sky).cpu()
