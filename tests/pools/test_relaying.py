@@ -36,14 +36,14 @@ def addresses(group: RankGroup) -> dict[int, str]:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[sky.Compute]:
     with sky.Compute(provider=sky.Local(device="cpu"), nodes=RANKS) as pool:
-        assert pool.broadcast(sum, [1, 2]) == [3] * RANKS
-        for node in pool.nodes:
-            node._runner.shares_files = False
         yield pool
 
 
 @pytest.fixture(autouse=True)
-def ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def ways(pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool.broadcast(sum, [1, 2]) == [3] * RANKS
+    for node in pool.nodes:  # one of them may be new: a test may have ended a process
+        node._runner.shares_files = False
     monkeypatch.setattr(RankGroup, "addresses", property(addresses))
     monkeypatch.setattr(relaying, "_ALONE", set())
 
