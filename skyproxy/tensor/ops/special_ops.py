@@ -38,6 +38,7 @@ from skyproxy.tensor.ops.set_storage import set_to_part
 
 aten = torch.ops.aten
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_DEVICE_KERNEL = DispatchKey.PrivateUse1
 _has_kernel = has_kernel
 _COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 _VIEWS_AND_CHANGES = DispatchKey.ADInplaceOrView
@@ -83,7 +84,12 @@ def _run_here(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: 
 
 @implements("foreign")
 def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """A custom op that no worker knows: one written in terms of PyTorch's ops is run here, and they are recorded."""
+    """A custom op that no worker knows: one written in terms of PyTorch's ops is run here, and they are recorded.
+
+    A kernel that was registered for the device (`register_kernel("sky")`) goes before one for all, as on every device.
+    """
+    if _has_kernel(info.name, "PrivateUse1"):
+        return func._op_dk(_DEVICE_KERNEL, *args, **kwargs)
     if _has_kernel(info.name, "CompositeExplicitAutograd"):
         return _run_here(info, func, args, kwargs)
     if _has_kernel(info.name, "CompositeImplicitAutograd"):
@@ -96,7 +102,8 @@ def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: d
         )
     raise UnsupportedOpError(
         f"{info.name} is a custom op with kernels for certain devices only; workers do not have it. Give it a kernel "
-        "written in PyTorch ops (torch.library.custom_op without device_types), or move the tensor first: x.cpu()"
+        'written in PyTorch ops (torch.library.custom_op without device_types, or with device_types="sky"), or move '
+        "the tensor first: x.cpu()"
     )
 
 
