@@ -36,7 +36,7 @@ _TRIED = frozenset(
         "upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d",
         "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact3d max_pool1d reflection_pad3d",
         "replication_pad3d _standard_gamma poisson random searchsorted fill full full_like masked_fill new_full",
-        "_addmm_activation flip floor_divide rsub scalar_tensor tril triu",
+        "_addmm_activation flip floor_divide linear matmul rsub scalar_tensor tril triu",
     )
     for name in words.split()
 )

@@ -192,7 +192,7 @@ def _copy(a: Meta, *args: object, memory_format: torch.memory_format | None = No
     "grid_sampler_3d_backward "
     "smooth_l1_loss_backward mse_loss_backward native_layer_norm native_layer_norm_backward col2im renorm tril triu "
     "softmax.int log_softmax.int nll_loss2d_forward diag_embed poisson _standard_gamma rrelu_with_noise max_pool1d "
-    "layer_norm _transformer_encoder_layer_fwd"
+    "layer_norm _transformer_encoder_layer_fwd cross_entropy_loss"
 )
 def _row_major(*args: object, **kwargs: object) -> list[Strides]:
     return [_ROW_MAJOR] * 3

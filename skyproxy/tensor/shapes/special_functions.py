@@ -16,6 +16,7 @@ from skyproxy.tensor.shapes.networks import FULL_PRECISION
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RuleResult, row_major, rule
 from skyproxy.tensor.shapes.selections import are_row_major, fresh, plain
 from skyproxy.tensor.shapes.transforms import RULES
+from skyproxy.torch_codec import storage_extent
 
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 _SPECIAL = (
@@ -304,6 +305,9 @@ def _bags(
     if scales is not None and scales.size != indices.size:
         return None
     bags, width = offsets.size[0], weight.size[1]
+    extent = storage_extent(weight.size, weight.stride)
+    if weight.stride[1] != 1 and extent < weight.size[0] * width:
+        return None  # elements share memory: a worker copies them to rows, for the kernel would read behind them
     added = mode == 0 and padding < 0 and weight.stride[1] == 1 and weight.dtype is not torch.float64
     most = (bags, width) if mode == 2 else (bags,)
     counted = [fresh(size, torch.int64) for size in ((0,) if added else indices.size, (bags,), most)]

@@ -171,6 +171,16 @@ def test_a_mistake_with_dtypes_raises_at_its_line(name: str, sky: str) -> None:
     assert torch.equal((there + 1).cpu(), x + 1)
 
 
+@pytest.mark.parametrize("size", [(2, 2), (4, 2, 2), (70, 70)], ids=str)
+def test_a_product_of_truth_values_is_refused_at_its_line_in_inference_mode(sky: str, size: tuple[int, ...]) -> None:
+    with torch.inference_mode():
+        bits = torch.ones(size, dtype=torch.bool, device=sky)
+        with pytest.raises(NotImplementedError, match="not implemented for 'Bool'"):
+            bits @ bits
+        with pytest.raises((NotImplementedError, RuntimeError), match="not implemented for 'Bool'"):
+            F.linear(bits, bits.flatten(0, -2))
+
+
 def test_what_kernels_take_is_tried_once_and_waits_for_nothing(sky: str) -> None:
     i = torch.arange(1, 7).to(sky)
     before = torch.sky.stats()["round_trips"]

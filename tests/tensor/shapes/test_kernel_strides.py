@@ -310,3 +310,20 @@ def test_batch_norms_of_parts_of_channels_last_images_are_the_cpus(sky1: str, ba
         for ours, theirs in zip(run(sky1), run("cpu"), strict=True):
             assert ours.stride() == theirs.stride()
             assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+def test_losses_of_images_are_row_major_whatever_the_order_of_their_classes(
+    sky1: str, inference: bool, smoothing: float, weighted: bool
+) -> None:
+    images, classes = torch.rand(3, 5, 2, 4), torch.arange(24).reshape(4, 2, 3).remainder(5).permute(2, 1, 0)
+    weights = torch.rand(5) if weighted else None
+    options: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing}
+    with torch.inference_mode(inference):
+        expected = torch.nn.functional.cross_entropy(images, classes, weights, **options)
+        sent = (images.to(sky1), classes.to(sky1), None if weights is None else weights.to(sky1))
+        result = torch.nn.functional.cross_entropy(*sent, **options)
+        assert result.stride() == expected.stride()
+        assert torch.equal(result.cpu(), expected)
