@@ -17,26 +17,30 @@ from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.pieces import copied, copy_into
 from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class, make_tensor
-from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
+from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level, make_wrapper_subclass
 from skyproxy.torch_codec import Description, is_dense, packed_stride
+
+_make_wrapper = make_wrapper_subclass
+_strided = torch.strided
 
 
 def upload(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:
     """A copy of a CPU tensor on a worker's device. The bytes are read before this returns."""
-    if tensor.dim() > MOST_DIMENSIONS and tensor.layout is torch.strided:
-        # Workers take no upload of more, and end sessions that send one. Of what they computed they have no such bound.
-        values = upload(tensor.detach().flatten(), device)
-        return values.view(tensor.shape)  # type: ignore[return-value]
     if (
         type(tensor) in OWN_CLASSES
         and tensor.is_cpu
-        and tensor.layout is torch.strided
+        and tensor.layout is _strided
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.dim() <= MOST_DIMENSIONS
     ):
         byte_count = tensor.nbytes
         if byte_count <= device.session.settings.max_inline_bytes:
             return _upload_inline(tensor, device, byte_count)
+    if tensor.dim() > MOST_DIMENSIONS and tensor.layout is torch.strided:
+        # Workers take no upload of more, and end sessions that send one. Of what they computed they have no such bound.
+        values = upload(tensor.detach().flatten(), device)
+        return values.view(tensor.shape)  # type: ignore[return-value]
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         return _upload_sparse(tensor, device)
@@ -71,14 +75,16 @@ def _inline_meta(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) 
 def _upload_inline(tensor: torch.Tensor, device: SkyDevice, byte_count: int) -> RemoteTensor:
     """The short way of a small contiguous tensor, which travels with the commands."""
     meta = _inline_meta(tensor.shape, tensor.stride(), tensor.dtype)
+    result = _make_wrapper(RemoteTensor, meta.size, meta.stride, 0, None, meta.dtype, _strided, device.torch_device)
     handle = device.new_handle(meta)
+    result._sky_dict = {"_sky": handle}
     values = string_at(tensor.data_ptr(), byte_count) if byte_count else b""
     device.recorder.append_with_buffer(values, UPLOAD, handle.slot, meta.encoded, device.place)
     if not meta.size:
         known_values.know_bytes(handle, values)
     elif byte_count <= host_copies.MOST_BYTES:
         host_copies.keep(handle, values)
-    return make_tensor(meta, handle)
+    return result
 
 
 def _upload_sparse(tensor: torch.Tensor, device: SkyDevice) -> RemoteTensor:

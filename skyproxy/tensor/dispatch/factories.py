@@ -29,7 +29,7 @@ _getframe = sys._getframe
 _make_wrapper = make_wrapper_subclass
 _record_lines = SETTINGS.record_lines
 _LARGEST = torch.finfo(torch.float32).max
-_PLAIN_NUMBERS = frozenset({int, float, bool, type(None)})
+_PLAIN_NUMBERS = frozenset({int, float, bool, complex, type(None)})
 
 
 def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -45,13 +45,15 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         if kind is list and how == NUMBER:
             key.append(tuple(a))
         elif kind not in _PLAIN_NUMBERS:
-            if kind is complex:
-                check_number(info, args, kwargs)
             return record(info, func, args, kwargs)
         elif how == NUMBER:
             key.append(a if kind is int else (kind, a))
         elif how == SCALAR:
-            if kwargs.get("dtype") not in EVERY_NUMBER or (kind is float and not -_LARGEST <= a <= _LARGEST):
+            if kind is float:
+                is_usual = -_LARGEST <= a <= _LARGEST
+            else:
+                is_usual = kind is not complex
+            if not is_usual or kwargs.get("dtype") not in EVERY_NUMBER:
                 check_number(info, args, kwargs)
             key.append(kind)
         else:

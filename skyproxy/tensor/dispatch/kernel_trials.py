@@ -242,14 +242,15 @@ def check_number(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> N
     Raises:
         RuntimeError: the dtype has no such number; in PyTorch's words.
     """
-    if info.name in _FILLING and kwargs.get("dtype") is not None:
+    dtype = kwargs.get("dtype")
+    if info.name in _FILLING and (dtype is not None or type(args[-1]) is complex):
         *sizes, value = args
         small = [[min(abs(math.prod(size)), 2)] for size in sizes]  # a kernel of its own fills one element
-        key = (info, kwargs["dtype"], *map(tuple, small), type(value), value)
+        key = (info, dtype, *map(tuple, small), type(value), value)
         if key in _taken:
             return
         with disable_current_modes(), DisableTorchFunction():
-            info.func(*small, value, dtype=kwargs["dtype"], device="cpu")
+            info.func(*small, value, dtype=dtype, device="cpu")
         _remember(key)
 
 

@@ -13,6 +13,7 @@ from skyproxy.tensor.core.metadata import Meta, check_extent, plain_meta
 from skyproxy.tensor.shapes.elementwise import broadcast_sizes, elementwise, preserved_stride
 from skyproxy.tensor.shapes.rules import FLOATS, INTEGERS, RULES, RuleResult, in_format, row_major, rule
 
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
 _DTYPES_OF_NUMBERS: dict[type, torch.dtype | None] = {float: None, int: torch.int64, bool: torch.bool}
 _EXACT = frozenset({torch.float32, torch.float64})
 """The dtypes of which statistics look the same on every device."""
@@ -207,7 +208,17 @@ def _options(dtype: torch.dtype | None, layout: torch.layout | None, unknown: di
     return layout in (None, torch.strided) and (dtype is None or type(dtype) is torch.dtype) and not unknown
 
 
-@rule("empty.memory_format zeros ones")
+@rule("empty.memory_format")
+def _empty(size: Sequence[int], *, memory_format: torch.memory_format | None = None, **options: object) -> RuleResult:
+    found = _fill(size, **options)
+    if found is None or memory_format in (None, torch.contiguous_format):
+        return found
+    (row_by_row, _) = found[0]
+    look = in_format(row_by_row, memory_format) if memory_format is torch.channels_last else None  # type: ignore[arg-type]
+    return None if look is None else [(look, None)]
+
+
+@rule("zeros ones")
 def _fill(
     size: Sequence[int], *, dtype: torch.dtype | None = None, layout: torch.layout | None = None, **options: object
 ) -> RuleResult:
@@ -215,18 +226,19 @@ def _fill(
     chosen = torch.get_default_dtype() if dtype is None else dtype
     if not _options(dtype, layout, options) or not all(type(n) is int and n >= 0 for n in size):
         return None
-    fits = chosen in FLOATS or chosen in INTEGERS or chosen is torch.bool
+    fits = chosen in FLOATS or chosen in INTEGERS or chosen is torch.bool or chosen in _COMPLEX
     return _fresh_result(tuple(size), chosen) if fits else None
 
 
 @rule("rand randn")
 def _draw(size: Sequence[int], *, dtype: torch.dtype | None = None, **options: object) -> RuleResult:
-    return _fill(size, dtype=dtype, **options) if dtype is None or dtype in FLOATS else None
+    return _fill(size, dtype=dtype, **options) if dtype is None or dtype in FLOATS or dtype in _COMPLEX else None
 
 
 @rule("scalar_tensor")
 def _scalar_tensor(value: object, **options: object) -> RuleResult:
-    return _fill((), **options) if type(value) in (int, float, bool) else None
+    fits = type(value) in _DTYPES_OF_NUMBERS or (type(value) is complex and options.get("dtype") in _COMPLEX)
+    return _fill((), **options) if fits else None
 
 
 @rule("eye")
@@ -269,7 +281,7 @@ def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, **options: obj
 
 @rule("linspace")
 def _linspace(start: object, end: object, steps: object, **options: object) -> RuleResult:
-    fits = all(type(n) in (int, float) for n in (start, end)) and options.get("dtype") in (None, *FLOATS)
+    fits = all(type(n) in (int, float) for n in (start, end)) and options.get("dtype") in (None, *FLOATS, *_COMPLEX)
     return _fill((steps,), **options) if fits else None
 
 
@@ -307,6 +319,9 @@ def _full(
     layout: torch.layout | None = None,
     **options: object,
 ) -> RuleResult:
+    if type(value) is complex:
+        dtype = torch.get_default_dtype().to_complex() if dtype is None else dtype
+        return _fill(size, dtype=dtype, layout=layout, **options) if dtype in _COMPLEX else None
     if dtype is None:
         dtype = _DTYPES_OF_NUMBERS.get(type(value))
     if type(value) not in _DTYPES_OF_NUMBERS:

@@ -220,7 +220,8 @@ def _device_of_new(tensor: torch.Tensor, device: object) -> torch.device:
 
 
 def _new_tensor(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    kwargs["device"] = _device_of_new(self, kwargs.get("device"))
+    asked = kwargs.get("device")
+    kwargs["device"] = self.device if asked is None else _device_of_new(self, asked)
     if args and isinstance(args[0], torch.Tensor):
         return _copy_like(self, *args, **kwargs)  # type: ignore[arg-type]
     return torch.Tensor.new_tensor(self, *args, **kwargs)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.dispatch import factories
 from tests.tensor.rule_checking import mismatch
 
 Make = Callable[..., torch.Tensor]
@@ -37,8 +38,12 @@ _MAKERS: dict[str, Make] = {
     "tensor of integers": lambda **o: torch.tensor([1, 2], **o),
     "scalar": lambda **o: torch.tensor(3.0, **o),
     "scalar_tensor": lambda **o: torch.scalar_tensor(2, **o),
+    "full of a complex number": lambda **o: torch.full((2,), 1.5 - 2j, **o),
+    "scalar_tensor of a complex number": lambda **o: torch.scalar_tensor(2j, **o),
+    "normal": lambda **o: torch.normal(0.0, 1.0, (3,), **o),
+    "empty in channels-last order": lambda **o: torch.empty(2, 3, 4, 4, memory_format=torch.channels_last, **o).zero_(),
 }
-_DTYPES = (None, torch.float64, torch.bfloat16, torch.int32)
+_DTYPES = (None, torch.float64, torch.bfloat16, torch.int32, torch.complex64, torch.complex128)
 
 
 def _attempt(make: Make, **options: Any) -> Any:
@@ -66,11 +71,43 @@ def test_a_factory_makes_what_it_makes_locally(sky: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", _MAKERS)
 def test_a_factory_that_was_called_before_infers_nothing(sky: str, name: str) -> None:
-    _MAKERS[name](device=sky)
+    options = {"dtype": torch.complex64} if name == "scalar_tensor of a complex number" else {}
+    _MAKERS[name](device=sky, **options)
     device = DEVICES.of(sky)
     misses = device.misses
-    _MAKERS[name](device=sky)
+    _MAKERS[name](device=sky, **options)
     assert device.misses == misses
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **o: torch.zeros(3, dtype=torch.complex64, **o),
+        lambda **o: torch.eye(3, dtype=torch.complex128, **o),
+        lambda **o: torch.randn(3, dtype=torch.complex64, **o),
+        lambda **o: torch.linspace(0, 1, 3, dtype=torch.complex64, **o),
+        lambda **o: torch.full((3,), 2j, **o),
+        lambda **o: torch.full((3,), 1.0, dtype=torch.complex64, **o),
+        lambda **o: torch.empty(1, 3, 2, 2, memory_format=torch.channels_last, **o),
+        lambda **o: torch.empty(3, memory_format=torch.contiguous_format, **o),
+    ],
+)
+def test_complex_numbers_and_orders_of_memory_take_the_short_way(
+    make: Make, sky: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(info: object, *rest: object) -> None:
+        pytest.fail(f"{info} took the long way")
+
+    monkeypatch.setattr(factories, "record", record)
+    for _ in range(2):
+        make(device=sky)
+
+
+def test_a_complex_number_that_becomes_a_real_one_is_refused_at_the_call(sky: str) -> None:
+    for make in (torch.scalar_tensor, lambda value, **o: torch.full((2,), value, dtype=torch.float32, **o)):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="cannot be converted"):
+                make(2j, device=sky)
 
 
 def test_a_number_is_no_part_of_what_is_remembered(sky: str) -> None:
