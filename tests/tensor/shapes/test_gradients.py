@@ -202,10 +202,20 @@ def test_gradients_of_images_look_as_pytorch_makes_them(case: str, size: tuple[i
     assert checking.answered.get("aten::" + op, 0) >= 4
 
 
+def _takes_targets_of_another_dtype(op: torch._ops.OpOverloadPacket) -> bool:
+    try:
+        op(torch.ones(()), torch.ones(1), torch.ones(1, dtype=torch.float64), 1)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("size", [(2, 6, 8), (3, 9, 8)])
 @pytest.mark.parametrize("case", ROWS)
 def test_gradients_of_rows_look_as_pytorch_makes_them(case: str, size: tuple[int, ...]) -> None:
     layer, op = ROWS[case]
+    if case == "squares with doubles" and not _takes_targets_of_another_dtype(torch.ops.aten.mse_loss_backward):
+        pytest.skip("torch 2.11 has no such gradient")
     checking = _problems(layer, torch.linspace(0.05, 0.95, torch.Size(size).numel()).view(size))
     assert not checking.wrong
     assert checking.answered.get("aten::" + op, 0) >= 4
