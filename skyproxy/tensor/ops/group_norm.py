@@ -6,8 +6,6 @@ row-major elsewhere, for which the CPU has another kernel with other roundings. 
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -27,15 +25,6 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class _Choice(threading.local):
-    """Choice of the kernel that a thread's next calls take."""
-
-    takes_stock = False
-
-
-_choice = _Choice()
-
-
 def _stock(*args: object) -> Tensors:
     """PyTorch's own autograd kernel, in whose place ours is registered."""
     result: Tensors = _op._op_dk(DispatchKey.Autograd, *args)
@@ -45,8 +34,8 @@ def _stock(*args: object) -> Tensors:
 class _Context(torch.autograd.function.FunctionCtx):
     """Tensors and numbers that a forward keeps for its backward."""
 
-    numbers: tuple[object, ...]
-    saved_tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[int, int, int, int, float]
+    saved_tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
     needs_input_grad: tuple[bool, ...]
 
 
@@ -55,15 +44,18 @@ class _ChannelsLast(torch.autograd.Function):
     def forward(ctx: _Context, x: torch.Tensor, weight: object, bias: object, *numbers: object) -> Tensors:
         result, mean, deviation = _op(x, weight, bias, *numbers)
         ctx.save_for_backward(x, weight, bias, mean, deviation)  # type: ignore[arg-type]  # None is kept, too
-        ctx.numbers = numbers
-        ctx.mark_non_differentiable(mean, deviation)
+        ctx.numbers = numbers  # type: ignore[assignment]
+        ctx.set_materialize_grads(False)
         return result, mean, deviation
 
     @staticmethod
-    def backward(ctx: _Context, gradient: torch.Tensor, *unused: object) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # for gradients of gradients
-            return (*_differentiable_gradients(ctx, gradient), *[None] * len(ctx.numbers))
-        return _gradients(ctx, gradient)
+    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        gradient, of_mean, of_deviation = gradients
+        if gradient is None or of_mean is not None or of_deviation is not None or torch.is_grad_enabled():
+            found = _differentiable_gradients(ctx, *gradients)
+        else:
+            found = _gradients(ctx, gradient)
+        return (*found, *[None] * len(ctx.numbers))
 
 
 name_gradients(_ChannelsLast, "NativeGroupNormBackward0")
@@ -73,7 +65,7 @@ def _gradients(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | No
     x, weight, _, mean, deviation = ctx.saved_tensors
     kept = _FORMATS[x.dim()]
     batch, channels, area, groups, _ = ctx.numbers
-    gradients = _backward(
+    gradients: tuple[torch.Tensor | None, ...] = _backward(
         gradient.contiguous(memory_format=kept),
         x.contiguous(memory_format=kept),
         mean,
@@ -85,19 +77,53 @@ def _gradients(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | No
         groups,
         list(ctx.needs_input_grad[:3]),
     )
-    return (*gradients, *[None] * len(ctx.numbers))
+    return gradients
 
 
-def _differentiable_gradients(ctx: _Context, gradient: torch.Tensor) -> list[torch.Tensor | None]:
-    inputs = ctx.saved_tensors[:3]
-    wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-    _choice.takes_stock = True  # through the dispatcher: PyTorch 2.11 refuses kernels that are called in a backward
-    try:
-        result = _op(*inputs, *ctx.numbers)[0]
-    finally:
-        _choice.takes_stock = False
-    found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
-    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
+def _differentiable_gradients(
+    ctx: _Context, gradient: torch.Tensor | None, of_mean: torch.Tensor | None, of_deviation: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients that can be differentiated, also of the statistics: PyTorch's formula, operation by operation.
+
+    What is saved are the op's own results, so that a second backward comes to its node once, with all three gradients.
+    Right operands come first, as the compiler of PyTorch's binaries has it: the engine sums in the order of nodes.
+    """
+    x, weight, _, mean, deviation = ctx.saved_tensors
+    batch, channels, area, groups, _ = ctx.numbers
+    width = channels // groups
+    values = x.reshape(batch, groups, width, area)
+    mean, deviation = (t.reshape(batch, groups, 1, 1) for t in (mean, deviation))
+    products = sums = scale = of_x = of_weight = of_bias = None
+    if gradient is not None:
+        gradient = gradient.reshape(batch, groups, width, area)
+        products = (gradient * values).sum(3).unsqueeze_(-1)
+        sums = gradient.sum(3).unsqueeze_(-1)
+    if ctx.needs_input_grad[0]:
+        if weight is not None:
+            scale = weight.reshape(1, groups, width, 1)
+        cube = deviation * deviation * deviation
+        if gradient is not None and products is not None and sums is not None:
+            factor = deviation if scale is None else deviation * scale
+            slope = (products if scale is None else products * scale).sum(2).unsqueeze_(-2)
+            level = (sums if scale is None else sums * scale).sum(2).unsqueeze_(-2)
+            slope = (level * mean - slope) * cube * (1.0 / (width * area))
+            scaled = level * deviation * (1.0 / (width * area))
+            level = -slope * mean - scaled
+            scaled = slope * values
+            of_x = factor * gradient + scaled + level
+        if of_mean is not None and of_deviation is not None:
+            of_variance = -0.5 * cube * of_deviation.view(batch, groups, 1, 1)
+            distance = values - values.mean((2, 3), True)
+            more = 2.0 / (width * area) * of_variance * distance
+            more = more + of_mean.view(batch, groups, 1, 1).expand(values.shape) / (width * area)
+            of_x = more if of_x is None else of_x.add_(more)
+        of_x = None if of_x is None else of_x.reshape_as(x)
+    if products is not None and sums is not None:
+        if ctx.needs_input_grad[1]:
+            of_weight = ((products - sums * mean) * deviation).sum(0).reshape(channels)
+        if ctx.needs_input_grad[2]:
+            of_bias = sums.sum(0).reshape(channels)
+    return of_x, of_weight, of_bias
 
 
 def _is_differentiated(*tensors: object) -> bool:
@@ -121,7 +147,7 @@ def group_norm(x: torch.Tensor, weight: object, bias: object, *numbers: object) 
     meta = x._sky.meta
     if x._sky.device.place[0] != "cpu" or not suggests_channels_last(meta.size, meta.stride):
         return _stock(x, weight, bias, *numbers)
-    if is_forward_ad_active() or _choice.takes_stock:
+    if is_forward_ad_active():
         return _stock(x, weight, bias, *numbers)
     result: Tensors = _ChannelsLast.apply(x, weight, bias, *numbers)  # type: ignore[no-untyped-call]
     return result

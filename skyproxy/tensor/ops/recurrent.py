@@ -36,6 +36,15 @@ Hidden = tuple[Tensor, ...]
 Cell = Callable[[Tensor, Hidden, Sequence[Tensor | None]], Hidden]
 
 
+def _input_product(step: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+    """Return what a step adds to the gates: itself where there is no weight, for it was multiplied before.
+
+    Cells ask for both products in ATen's order, which is that of their nodes in backward, and of what the engine sums.
+    """
+    weight = weights[0]
+    return step if weight is None else linear(step, weight, weights[2])
+
+
 def _hidden_product(hidden: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
     weight = weights[1]
     assert weight is not None
@@ -44,7 +53,7 @@ def _hidden_product(hidden: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
 
 def _lstm_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
     hx, cx = hidden
-    i, f, g, o = _hidden_product(hx, weights).add_(step).unsafe_chunk(4, 1)
+    i, f, g, o = _hidden_product(hx, weights).add_(_input_product(step, weights)).unsafe_chunk(4, 1)
     i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
     cy = (f * cx).add_(i * g)
     hy = o * cy.tanh()
@@ -54,7 +63,7 @@ def _lstm_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -
 
 def _gru_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
     (hx,) = hidden
-    ir, iz, inew = step.unsafe_chunk(3, 1)
+    ir, iz, inew = _input_product(step, weights).unsafe_chunk(3, 1)
     hr, hz, hnew = _hidden_product(hx, weights).unsafe_chunk(3, 1)
     reset = hr.add_(ir).sigmoid_()
     update = hz.add_(iz).sigmoid_()
@@ -63,11 +72,11 @@ def _gru_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) ->
 
 
 def _tanh_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
-    return (_hidden_product(hidden[0], weights).add_(step).tanh(),)
+    return (_hidden_product(hidden[0], weights).add_(_input_product(step, weights)).tanh(),)
 
 
 def _relu_cell(step: Tensor, hidden: Hidden, weights: Sequence[Tensor | None]) -> Hidden:
-    return (_hidden_product(hidden[0], weights).add_(step).relu(),)
+    return (_hidden_product(hidden[0], weights).add_(_input_product(step, weights)).relu(),)
 
 
 _ONEDNN_LSTM = 2  # oneDNN's number for the kind of network
@@ -91,6 +100,7 @@ def _one_direction(
 ) -> tuple[Tensor, Hidden]:
     assert weights[0] is not None
     steps = linear(sequence, weights[0], weights[2]).unbind(0)
+    weights = [None, *weights[1:]]
     outputs = []
     for step in reversed(steps) if backwards else steps:
         hidden = cell(step, hidden, weights)
@@ -114,6 +124,7 @@ def _packed_direction(
     """
     assert weights[0] is not None
     steps = _divide(linear(rows, weights[0], weights[2]), batch_sizes)
+    weights = [None, *weights[1:]]
     if backwards:
         initial, count = hidden, batch_sizes[-1]
         hidden = _rows_of(initial, 0, count)
@@ -329,7 +340,7 @@ def _single_step(overload: OpOverload, cell: Cell, several: bool) -> Callable[..
         assert w_ih is not None
         assert w_hh is not None
         _check_step(step, hx if several else [hx], w_ih.size(1), w_hh.size(1))
-        hidden = cell(linear(step, w_ih, b_ih), tuple(hx) if several else (hx,), (w_ih, w_hh, b_ih, b_hh, None))
+        hidden = cell(step, tuple(hx) if several else (hx,), (w_ih, w_hh, b_ih, b_hh, None))
         return hidden if several else hidden[0]
 
     return kernel

@@ -102,3 +102,40 @@ def test_images_that_need_no_gradient_may_lie_channels_last(size: tuple[int, ...
     sums = [n for n in range(len(size)) if n != 1]
     torch.testing.assert_close(weight.grad.cpu(), (2 * (found + 1) * found).sum(sums))
     torch.testing.assert_close(bias.grad.cpu(), (2 * (found + 1)).sum(sums))
+
+
+@pytest.mark.parametrize("wanted", ["xwb", "x", "wb", "b"])
+@pytest.mark.parametrize("size", [(2, 4, 3, 3), (1, 4, 2, 3, 2)])
+def test_channels_last_images_are_differentiated_three_times_as_on_the_cpu(
+    size: tuple[int, ...], wanted: str, sky: str
+) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(size).contiguous(memory_format=FORMATS[1] if len(size) == 4 else torch.channels_last_3d)
+    weight, bias, factors = torch.randn(4), torch.randn(4), torch.randn(size)
+    found: list[list[torch.Tensor]] = []
+    for device in ("cpu", sky):
+        given = {name: t.to(device) for name, t in zip("xwb", (images, weight, bias))}
+        inputs = [given[name].requires_grad_() for name in wanted]
+        result = F.group_norm(given["x"], 2, given["w"], given["b"])
+        loss = (result.pow(3) * factors.to(device)).sum()
+        results = [result]
+        for _ in range(3):
+            gradients = torch.autograd.grad(loss, inputs, create_graph=True, materialize_grads=True)
+            results += gradients
+            loss = torch.stack([g.square().sum() for g in gradients]).sum()
+            if not loss.requires_grad:
+                break
+        found.append([t.detach().cpu() for t in results])
+    for a, b in zip(*found, strict=True):
+        assert a.stride() == b.stride()
+        assert torch.equal(a, b)
+
+
+def test_statistics_of_channels_last_images_have_gradients(sky: str) -> None:
+    torch.manual_seed(0)
+    images, found = torch.randn(2, 4, 3, 3).contiguous(memory_format=FORMATS[1]), []
+    for device in ("cpu", sky):
+        x = images.to(device).requires_grad_()
+        _, mean, deviation = torch.native_group_norm(x, None, None, 2, 4, 9, 2, 1e-5)
+        found.append(torch.autograd.grad((mean * deviation).sum(), x)[0].cpu())
+    assert torch.equal(*found)

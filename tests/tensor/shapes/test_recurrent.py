@@ -264,3 +264,22 @@ def test_recurrent_networks_have_tangents(kind: Any, sky: str) -> None:
     step = 1e-6
     difference = (last((x * (1 + step)).to(sky)) - last((x * (1 - step)).to(sky))) / (2 * step)
     torch.testing.assert_close(tangent, difference, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_cells_are_differentiated_twice_as_on_the_cpu(kind: Any, sky: str) -> None:
+    """The engine sums in the order of nodes, which is that of ATen's two products."""
+    torch.manual_seed(0)
+    here, step, states = kind(5, 7), torch.randn(4, 5), [torch.randn(4, 7) for _ in range(1 + (kind is nn.LSTMCell))]
+    found: list[list[torch.Tensor]] = []
+    for device in ("cpu", sky):
+        cell = copy.deepcopy(here).to(device)
+        inputs = [t.to(device).requires_grad_() for t in (step, *states)]
+        results = cell(inputs[0], inputs[1] if len(states) == 1 else tuple(inputs[1:]))
+        inputs += cell.parameters()
+        loss = sum(t.pow(3).sum() for t in pytree.tree_leaves(results))
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        second = torch.autograd.grad(sum(t.square().sum() for t in first), inputs)
+        found.append([t.detach().cpu() for t in (*first, *second)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
