@@ -98,7 +98,9 @@ def _layer_norm(given: dict[str, Any]) -> None:
 @_checks("native_group_norm_backward")
 def _group_norm(given: dict[str, Any]) -> None:
     # Of images that lie channels-last, the kernel writes the input's gradient, asked or not: to no memory, up to 2.13.
-    given["output_mask"] = [True, *given["output_mask"][1:]]
+    # Those of one channel or one element lie in both orders.
+    lies_in_rows = given["input"].is_contiguous() and 1 not in given["input"].shape[1:]
+    given["output_mask"] = [given["output_mask"][0] or not lies_in_rows, *given["output_mask"][1:]]
 
 
 @_checks("_softmax_backward_data", "_log_softmax_backward_data", "_masked_softmax_backward")

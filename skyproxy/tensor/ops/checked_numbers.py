@@ -32,11 +32,14 @@ _plain: dict[OpInfo, OpOverload] = {}
     "aten::cauchy_",
     "aten::celu",
     "aten::celu_",
+    "aten::elu_backward",
     "aten::exponential_",
     "aten::geometric_",
     "aten::huber_loss",
+    "aten::leaky_relu_backward",
     "aten::log_normal_",
     "aten::multi_margin_loss",
+    "aten::native_dropout",
     "aten::normal.Tensor_float",
     "aten::normal_",
     "aten::renorm",
@@ -64,9 +67,11 @@ def _try_numbers(func: OpOverload, args: tuple[Any, ...]) -> None:
         RuntimeError: it refuses the numbers, in its words.
     """
     # The program's own random numbers go on as if nothing had been drawn.
-    named = {"generator": torch.Generator()} if any(a.name == "generator" for a in func._schema.arguments) else {}
+    takes_generator = any(a.name == "generator" for a in func._schema.arguments)
+    named = {"generator": torch.Generator()} if takes_generator else {}
+    draws = torch.Tag.nondeterministic_seeded in func.tags and not takes_generator
     try:
-        with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
+        with disable_current_modes(), DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng((), enabled=draws):
             func(*[_element_of(a) if isinstance(a, torch.Tensor) else a for a in args], **named)
     except NotImplementedError:
         return  # a dtype that the kernels of another device may have

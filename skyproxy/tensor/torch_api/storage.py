@@ -15,6 +15,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.storage import SkyStorage, root_of, storage_from_bytes
 from skyproxy.tensor.core.torch_private import StorageBase
 from skyproxy.tensor.ops.set_storage import set_
+from skyproxy.tensor.torch_api.tensor_methods import telling
 
 
 def _new_storage(cls: type[object], *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +70,7 @@ def _untyped_storage(self: RemoteTensor) -> SkyStorage:
     return face  # type: ignore[return-value]
 
 
+@telling("data_ptr")
 def _data_ptr(self: RemoteTensor) -> int:
     memory = memory_of(self._sky)
     return memory.address + self.storage_offset() * self.element_size() if self.numel() else 0  # type: ignore[return-value]

@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from skyproxy import patching
 from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor, adopt
-from skyproxy.tensor.core.torch_private import TensorBase
+from skyproxy.tensor.core.torch_private import DisableTorchFunction, TensorBase
 from skyproxy.tensor.core.transfers import download
 from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.torch_api.subclasses import class_of_user, put_in_class
@@ -24,6 +24,25 @@ from skyproxy.tensor.torch_api.subclasses import class_of_user, put_in_class
 _REPR_PARTS = ("_str", "_str_intern", "_tensor_str", "_tensor_str_with_formatter", "_Formatter", "PRINT_OPTS")
 # By element size: dtypes that every device can join and cut, in place of those that some devices cannot.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def telling(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Make a decorator of methods of which a mode or a class of the user's is told by a name, not of their parts.
+
+    They are told of the method itself: PyTorch's own one of that name cannot do with a remote tensor.
+    """
+
+    def decorate(method: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(method)
+        def call(self: RemoteTensor, *args: object, **kwargs: object) -> object:
+            if has_torch_function_unary(self):
+                return handle_torch_function(call, (self,), self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+
+        call.__name__ = name
+        return call
+
+    return decorate
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -65,19 +84,33 @@ def _sparse_contents(tensor: RemoteTensor) -> str:
     return text[len("tensor(") : text.rindex("size=(")].rstrip(", \n")
 
 
+def _values_to_print(self: RemoteTensor) -> str | None:
+    """Return the numbers of a tensor as text; None where it has none to print."""
+    if not self.numel() and self.layout is torch.strided:
+        return None
+    with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+        outside = torch._C._DisableFuncTorch()  # of transforms that run, until it is deleted: as PyTorch prints
+        try:
+            values: RemoteTensor = self.detach()  # type: ignore[assignment]
+            strided = self.layout is torch.strided
+            name = "tensor" if type(self) in OWN_CLASSES else type(self).__name__
+            return _contents(values, len(name) + 1) if strided else _sparse_contents(values)
+        finally:
+            del outside  # an error's traceback would keep it, and no transform work as long as somebody has that
+
+
 def _repr(self: RemoteTensor, *, tensor_contents: object = None) -> str:
     """Looks as PyTorch prints a tensor of any other device."""
-    if tensor_contents is None and (self.numel() or self.layout is not torch.strided):
-        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-            outside = torch._C._DisableFuncTorch()  # of transforms that run, until it is deleted: as PyTorch prints
-            try:
-                values: RemoteTensor = self.detach()  # type: ignore[assignment]
-                strided = self.layout is torch.strided
-                name = "tensor" if type(self) in OWN_CLASSES else type(self).__name__
-                tensor_contents = _contents(values, len(name) + 1) if strided else _sparse_contents(values)
-            finally:
-                del outside  # an error's traceback would keep it, and no transform work as long as somebody has that
-    text = str(_tensor_str._str(self, tensor_contents=tensor_contents))
+    is_told = has_torch_function_unary(self)
+    with DisableTorchFunction():
+        contents = _values_to_print(self) if tensor_contents is None else tensor_contents
+    if is_told:  # a mode or a class of the user's, of `__repr__` alone
+        told: object = handle_torch_function(torch.Tensor.__repr__, (self,), self, tensor_contents=contents)
+        if not isinstance(told, str):
+            return told  # type: ignore[return-value]  # which Python refuses
+        text = told
+    else:
+        text = str(_tensor_str._str(self, tensor_contents=contents))
     if type(self) not in OWN_CLASSES:
         return text
     # PyTorch names a subclass it does not know by its class; this one is not a class of the user's.
@@ -99,6 +132,7 @@ def _mimebundle(self: RemoteTensor, **unused: object) -> dict[str, str]:
     }
 
 
+@telling("__format__")
 def _format(self: RemoteTensor, spec: str) -> str:
     return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
@@ -112,6 +146,7 @@ def _tolist(self: RemoteTensor) -> object:
     return self.detach().cpu().tolist()
 
 
+@telling("numpy")
 def _numpy(self: RemoteTensor, *, force: bool = False) -> object:
     if not force:
         raise TypeError(

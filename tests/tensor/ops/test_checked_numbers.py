@@ -52,6 +52,18 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
         lambda x: torch.as_strided_copy(x, (2,), (1,), 1),
         lambda x: torch.as_strided_copy(x, (2,), (2,), 1),
     ),
+    "a slope below zero, in place": (
+        lambda x: torch.ops.aten.leaky_relu_backward(x, x, 0.5, True),
+        lambda x: torch.ops.aten.leaky_relu_backward(x, x, -0.5, True),
+    ),
+    "a scale below zero, in place": (
+        lambda x: torch.ops.aten.elu_backward(x, 0.5, 1, 1, True, x),
+        lambda x: torch.ops.aten.elu_backward(x, -0.5, 1, 1, True, x),
+    ),
+    "a probability of elements above one": (
+        lambda x: torch.native_dropout(x, 0.5, True),
+        lambda x: torch.native_dropout(x, 1.5, True),
+    ),
     "a threshold below zero": (lambda x: F.softshrink(x, 0.5), lambda x: F.softshrink(x, -0.5)),
 }
 
@@ -101,7 +113,13 @@ def test_checks_draw_no_random_numbers_of_the_program_and_wait_for_nothing(sky: 
     torch.manual_seed(1)
     there, halves = torch.ones(3, device=sky), torch.ones(3, device=sky, dtype=torch.bfloat16)
     before = torch.sky.stats()["round_trips"]
-    there.normal_(0, 7), halves.uniform_(0, 7), there.exponential_(7), Exponential(there, validate_args=False).rsample()
+    (
+        torch.native_dropout(there, 0.7, True),
+        there.normal_(0, 7),
+        halves.uniform_(0, 7),
+        there.exponential_(7),
+        Exponential(there, validate_args=False).rsample(),
+    )
     assert torch.sky.stats()["round_trips"] == before
     assert torch.equal(torch.rand(2), expected)
 

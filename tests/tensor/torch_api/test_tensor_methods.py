@@ -45,6 +45,37 @@ def test_a_mode_is_told_of_a_list_once(sky1: str) -> None:
     assert told.names == ["tolist"]
 
 
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("__repr__", repr),
+        ("__format__", lambda x: f"{x:.2f}"),
+        ("data_ptr", lambda x: x.data_ptr() > 0),
+        ("numpy", lambda x: x.numpy(force=True).tolist()),
+    ],
+)
+def test_a_mode_is_told_of_what_is_asked_and_not_of_its_parts(name: str, ask: Any, sky1: str) -> None:
+    here = torch.tensor(1.5)
+    there = here.to(sky1)
+    with Told() as told:
+        found = ask(there)
+    assert told.names == [name]
+    assert found == ask(there)
+    with Told(), Told() as inner:
+        assert ask(there) == found
+    assert inner.names == [name]
+    assert str(found).replace(", device='sky:1'", "") == str(ask(here))
+
+
+def test_a_mode_prints_rows_as_no_mode_does(sky1: str) -> None:
+    for x in (torch.arange(12.0).view(3, 4), torch.eye(2).to_sparse(), torch.zeros(0), nn.Parameter(torch.ones(2, 2))):
+        there = x.to(sky1) if not isinstance(x, nn.Parameter) else nn.Parameter(x.detach().to(sky1))
+        with Told() as told:
+            text = repr(there)
+        assert text == repr(there)
+        assert told.names == ["__repr__"]
+
+
 def test_a_copy_by_new_tensor_warns_at_the_line_of_the_program(sky1: str) -> None:
     x = torch.arange(3, device=sky1)
     with pytest.warns(UserWarning, match="To copy construct from a tensor") as warned:
