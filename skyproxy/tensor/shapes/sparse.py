@@ -11,6 +11,9 @@ from skyproxy.torch_codec import Description
 
 _add_dense, _clone_dense = RULES["aten::add_.Tensor"], RULES["aten::clone"]
 _detach_dense, _neg_dense = RULES["aten::detach"], RULES["aten::neg"]
+_mm_dense, _addmm_dense, _matmul_dense = RULES["aten::mm"], RULES["aten::addmm"], RULES["aten::matmul"]
+_ROWS_OR_COLUMNS = (torch.sparse_csr, torch.sparse_csc)
+_KERNELS_OF_PRODUCTS = (torch.float32, torch.float64)
 _MODE_MAX = 2  # of bags: there are no sparse gradients of it
 
 
@@ -74,9 +77,35 @@ def _coalesce(x: Meta) -> RuleResult:
 
 @rule("_to_dense")
 def _to_dense(x: Meta, dtype: torch.dtype | None = None, masked_grad: bool | None = None) -> RuleResult:
-    if x.layout is not torch.sparse_coo or x.dtype not in FLOATS or dtype is not None:
+    known = x.layout is torch.sparse_coo or (x.layout in _ROWS_OR_COLUMNS and len(x.size) == 2)
+    if not known or x.dtype not in FLOATS or dtype is not None:
         return None
     return ((plain_meta(x.size, x.dtype), None),)
+
+
+def _multiplies(a: Meta, b: Meta) -> bool:
+    """Return whether a compressed matrix is multiplied with a dense one to a dense one, which all builds can."""
+    fits = len(a.size) == len(b.size) == 2 and a.size[1] == b.size[0]
+    return fits and a.layout in _ROWS_OR_COLUMNS and b.plain and a.dtype is b.dtype and a.dtype in _KERNELS_OF_PRODUCTS
+
+
+@rule("mm")
+def _mm(a: Meta, b: Meta) -> RuleResult:
+    return ((plain_meta((a.size[0], b.size[1]), a.dtype), None),) if _multiplies(a, b) else _mm_dense(a, b)
+
+
+@rule("matmul")
+def _matmul(a: Meta, b: Meta) -> RuleResult:
+    return _mm(a, b) if _multiplies(a, b) else _matmul_dense(a, b)
+
+
+@rule("addmm")
+def _addmm(bias: Meta, a: Meta, b: Meta, **options: object) -> RuleResult:
+    if a.layout not in _ROWS_OR_COLUMNS:
+        return _addmm_dense(bias, a, b, **options)
+    size = (a.size[0], b.size[1]) if _multiplies(a, b) else None
+    same = size is not None and bias.plain and bias.dtype is a.dtype and bias.size == size
+    return ((plain_meta(size, a.dtype), None),) if same and size is not None and not options else None
 
 
 @rule("_embedding_bag_backward")

@@ -14,6 +14,7 @@ import torch
 
 from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.torch_api.tensor_methods import copy_with_warning
 
 _Uninitialized = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 _TEST = "tests/tensor/torch_api/test_current_device.py"
@@ -31,7 +32,12 @@ def _add_number(a: object) -> object:
 
 
 def _with_number(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a function that gives another one the number of the current device."""
+    """Return a function that gives another one the number of the current device.
+
+    What copies tensors warns of it, at the line of the innermost frame, which would be ours.
+    """
+    is_method = function is torch.Tensor.new_tensor
+    is_copying, name = is_method or function is torch.tensor, "tensor.new_tensor" if is_method else "torch.tensor"
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
@@ -39,6 +45,13 @@ def _with_number(function: Callable[..., object]) -> Callable[..., object]:
             args = (*args[:1], *map(_add_number, args[1:]))
             if "device" in kwargs:
                 kwargs["device"] = _add_number(kwargs["device"])
+            if is_copying and isinstance(args[-1] if args else None, torch.Tensor) and len(args) == 1 + is_method:
+                source: torch.Tensor = args[-1]  # type: ignore[assignment]
+                like: torch.Tensor = args[0]  # type: ignore[assignment]
+                if kwargs.get("device") is None:
+                    kwargs["device"] = like.device
+                kwargs["device"] = torch.device(kwargs["device"])  # type: ignore[call-overload]
+                return copy_with_warning(name, like.dtype, source, **kwargs)  # type: ignore[arg-type]
         return function(*args, **kwargs)
 
     return call

@@ -258,25 +258,40 @@ def _new_tensor(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Te
     asked = kwargs.get("device")
     kwargs["device"] = self.device if asked is None else _device_of_new(self, asked)
     if args and isinstance(args[0], torch.Tensor):
-        return _copy_like(self, *args, **kwargs)  # type: ignore[arg-type]
+        return copy_with_warning("tensor.new_tensor", self.dtype, *args, **kwargs)  # type: ignore[arg-type]
     return torch.Tensor.new_tensor(self, *args, **kwargs)  # type: ignore[arg-type]
 
 
-def _copy_like(
-    like: torch.Tensor, source: torch.Tensor, *, device: torch.device, dtype: torch.dtype | None = None, **rest: object
+def copy_with_warning(
+    function: str,
+    own: torch.dtype,
+    source: torch.Tensor,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    **rest: object,
 ) -> torch.Tensor:
-    """Do what `new_tensor` does for a tensor; PyTorch's own would warn at a line of ours."""
-    frame = user_frame(sys._getframe(2))
+    """Do what `torch.tensor` and `new_tensor` do for a tensor; PyTorch's own would warn at a line of ours.
+
+    Args:
+        function: the one that the program called, as its warning names it.
+        own: the dtype where none is given.
+        source: what is copied.
+        device: where to.
+        dtype: the copy's dtype.
+        rest: further options, of which `requires_grad` counts.
+    """
+    frame = user_frame(sys._getframe(1))
     warnings.warn_explicit(
         "To copy construct from a tensor, it is recommended to use sourceTensor.detach().clone() or "
-        "sourceTensor.detach().clone().requires_grad_(True), rather than tensor.new_tensor(sourceTensor).",
+        f"sourceTensor.detach().clone().requires_grad_(True), rather than {function}(sourceTensor).",
         UserWarning,
         frame.f_code.co_filename,
         frame.f_lineno,
         module=frame.f_globals.get("__name__", "<unknown>"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
-    copy = source.detach().to(device, dtype or like.dtype, copy=True)
+    copy = source.detach().to(device, dtype or own, copy=True)
     return copy.requires_grad_(bool(rest.get("requires_grad")))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
+from skyproxy.tensor.dispatch import inference
 from tests.conformance.twins import tree_differences
 
 LAYOUTS = {
@@ -124,3 +126,32 @@ def test_a_compressed_tensor_shares_the_memory_of_its_values(sky: str) -> None:
     assert sparse.to_dense().tolist() == [[0, 2, 0], [4, 0, 6]]
     sparse.neg_()
     assert values.tolist() == [-2, -4, -6]
+
+
+@pytest.mark.parametrize("name", ["csr", "csc"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_of_compressed_matrices_wait_for_nothing(name: str, dtype: torch.dtype, sky: str) -> None:
+    torch.manual_seed(0)
+    here, dense, bias = (
+        torch.randn(4, 5, dtype=dtype).relu(),
+        torch.randn(5, 3, dtype=dtype),
+        torch.ones(4, 3, dtype=dtype),
+    )
+    local = LAYOUTS[name](here)
+    there, factor, more = LAYOUTS[name](here.to(sky)), dense.to(sky), bias.to(sky)
+    for columns in (dense, dense.t().contiguous().t()):
+        factor = columns.to(sky)
+        before = torch.sky.stats()["round_trips"]
+        found = [there @ factor, torch.addmm(more, there, factor), there.to_dense()]
+        assert torch.sky.stats()["round_trips"] == before
+        for a, b in zip(found, [local @ columns, torch.addmm(bias, local, columns), local.to_dense()], strict=True):
+            assert a.stride() == b.stride()
+            assert torch.equal(a.cpu(), b)
+
+
+def test_making_a_compressed_tensor_runs_no_fake_kernel(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.eye(3).to(sky)
+    monkeypatch.setattr(inference, "_infer_by_fake", lambda call: pytest.fail(call.info.name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(x.to_sparse_csr().values().cpu(), torch.ones(3))

@@ -164,3 +164,19 @@ def test_threads_that_begin_with_another_device_each_have_it(sky1: str) -> None:
     assert found == [torch.device(sky1)] * 8
     places = [patch.place for patch in patching.PATCHES if patch.when is patching.When.OTHER_DEVICE]
     assert len(places) == len(set(places)) == 15
+
+
+@pytest.mark.parametrize("name", ["torch.tensor", "tensor.new_tensor"])
+def test_the_warning_of_a_copied_tensor_is_at_the_line_of_the_program(name: str, sky: str, sky1: str) -> None:
+    source = torch.arange(6.0).view(2, 3).t()
+    copy = torch.tensor if name == "torch.tensor" else torch.zeros(1, dtype=torch.float64).new_tensor
+    with torch.sky.device(1):
+        for options in ({}, {"device": "sky"}, {"device": torch.device("cpu"), "requires_grad": True}):
+            with pytest.warns(UserWarning, match=f"rather than {name}") as told:
+                found = copy(source, **options)
+            assert [warning.filename for warning in told] == [__file__]
+            assert found.device == torch.device("sky:1" if options.get("device") == "sky" else "cpu")
+            assert found.dtype is (torch.float32 if name == "torch.tensor" else torch.float64)
+            assert found.stride() == source.stride()
+            assert found.requires_grad is ("requires_grad" in options)
+            assert torch.equal(found.cpu().float(), source)
