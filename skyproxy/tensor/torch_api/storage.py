@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def _pin_memory(self: RemoteTensor, device: torch.device | str | int | None = No
     raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
 
 
-_METHODS = {
+_METHODS: dict[str, Callable[..., object]] = {
     "untyped_storage": _untyped_storage,
     "data_ptr": _data_ptr,
     "set_": set_,

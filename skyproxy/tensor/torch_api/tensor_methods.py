@@ -105,7 +105,8 @@ def _repr(self: RemoteTensor, *, tensor_contents: object = None) -> str:
     with DisableTorchFunction():
         contents = _values_to_print(self) if tensor_contents is None else tensor_contents
     if is_told:  # a mode or a class of the user's, of `__repr__` alone
-        told: object = handle_torch_function(torch.Tensor.__repr__, (self,), self, tensor_contents=contents)
+        printer: Callable[..., object] = torch.Tensor.__repr__
+        told = handle_torch_function(printer, (self,), self, tensor_contents=contents)
         if not isinstance(told, str):
             return told  # type: ignore[return-value]  # which Python refuses
         text = told
@@ -313,7 +314,7 @@ def install() -> None:
     patching.require(torch._C, "_swap_tensor_impl")
     RemoteTensor.__repr__ = _repr  # type: ignore[method-assign,assignment]
     RemoteTensor._repr_mimebundle_ = _mimebundle  # type: ignore[attr-defined]
-    RemoteTensor.__format__ = _format  # type: ignore[method-assign,assignment]
+    RemoteTensor.__format__ = _format  # type: ignore[method-assign]
     RemoteTensor.new_tensor = _new_tensor  # type: ignore[method-assign,assignment]
     RemoteTensor.new = _new  # type: ignore[method-assign,assignment]
     RemoteTensor.tolist = _tolist  # type: ignore[method-assign,assignment]
