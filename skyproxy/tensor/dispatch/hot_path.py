@@ -69,7 +69,7 @@ def one_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if b.dim() > 2:
         product = one_product(b.mT, a.t())
         return product.mT.contiguous() if a.dim() == 2 else product
-    rows = a.reshape(-1, a.size(-1))
+    rows = a.flatten(0, -2)  # not `reshape(-1, n)`, which no n of zero allows
     return (rows.mm(b) if b.dim() == 2 else rows.mv(b)).view(*a.shape[:-1], *b.shape[1:])
 
 

@@ -50,6 +50,22 @@ def test_matmul_is_one_op_and_gives_the_same_bits(a: tuple[int, ...], b: tuple[i
     assert result.stride() == (x @ y).stride()
 
 
+@pytest.mark.parametrize(
+    ("batch", "weight"), [((2, 3, 0), (0, 4)), ((2, 3, 0), (0,)), ((2, 0, 0), (0, 0)), ((0, 3, 0), (0, 4))]
+)
+def test_a_batch_of_empty_rows_is_multiplied_with_a_weight(
+    batch: tuple[int, ...], weight: tuple[int, ...], sky: str
+) -> None:
+    """PyTorch takes one product of all rows, whose number no `-1` can stand for where they have no elements."""
+    with torch.no_grad():
+        found, expected = (
+            torch.zeros(batch, device=device) @ torch.zeros(weight, device=device, requires_grad=True)
+            for device in (sky, "cpu")
+        )
+    assert found.stride() == expected.stride()
+    assert torch.equal(found.cpu(), expected)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_weights_that_require_gradients_are_multiplied_as_here(mode: type, sky: str) -> None:
     """The last position of a batch: PyTorch takes one product if the weight requires gradients, and several if not."""
