@@ -103,11 +103,12 @@ def test_complex_numbers_and_orders_of_memory_take_the_short_way(
         make(device=sky)
 
 
-def test_a_complex_number_that_becomes_a_real_one_is_refused_at_the_call(sky: str) -> None:
+def test_a_complex_number_that_becomes_a_real_one_is_refused_without_the_worker(sky: str) -> None:
     for make in (torch.scalar_tensor, lambda value, **o: torch.full((2,), value, dtype=torch.float32, **o)):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="cannot be converted"):
+            with pytest.raises(RuntimeError, match="cannot be converted") as caught:
                 make(2j, device=sky)
+            assert caught.type is RuntimeError
 
 
 def test_a_number_is_no_part_of_what_is_remembered(sky: str) -> None:
