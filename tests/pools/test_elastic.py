@@ -303,7 +303,8 @@ if __name__ == "__main__":
 def test_an_interrupt_while_the_pool_grows_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    program = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-X", "faulthandler", str(script)]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert program.stdout is not None
         assert program.stdout.readline() == "growing\n"
@@ -311,7 +312,11 @@ def test_an_interrupt_while_the_pool_grows_leaves_no_process(tmp_path: Path) -> 
         wait_for(lambda: process.children(), "a worker is being started")
         workers = process.children(recursive=True)
         program.send_signal(signal.SIGINT)
-        _, errors = program.communicate(timeout=100)
+        try:
+            _, errors = program.communicate(timeout=80)
+        except subprocess.TimeoutExpired:
+            program.send_signal(signal.SIGABRT)  # it says where its threads are, unless it is past its last statement
+            pytest.fail(f"it did not end: {program.communicate()[1]}")
         assert "KeyboardInterrupt" in errors
         assert program.returncode != 0
         _, alive = psutil.wait_procs(workers, 100)
