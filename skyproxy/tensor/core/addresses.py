@@ -8,7 +8,8 @@ import weakref
 import torch
 
 _ALIGNMENT_BYTES = 512
-_next_address = 1 << 40
+_FIRST_ADDRESS = 1 << 40
+_next_address = _FIRST_ADDRESS
 _lock = threading.Lock()
 
 
@@ -35,6 +36,11 @@ class Memory:
             self.address = _next_address
             _next_address += (byte_count // _ALIGNMENT_BYTES + 1) * _ALIGNMENT_BYTES
         self.byte_count = byte_count
+
+
+def is_invented(address: int) -> bool:
+    """Return whether an address or a key is one of remote memory: nothing of this process may be read there."""
+    return _FIRST_ADDRESS <= address < _next_address
 
 
 class HostCopy:
@@ -77,4 +83,4 @@ class Reads:
         self.values = b""
 
 
-__all__ = ["HostCopy", "Memory", "Reads"]
+__all__ = ["HostCopy", "Memory", "Reads", "is_invented"]

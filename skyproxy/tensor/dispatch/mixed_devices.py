@@ -95,4 +95,13 @@ def example_on(asked: torch.device, info: OpInfo, tensor: RemoteTensor) -> torch
     return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=asked)
 
 
-__all__ = ["MixedDevicesError", "example_on", "mixed_devices_error", "run_across_devices"]
+def make_elsewhere(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Make what looks like an example of `example_on`. Pinned memory is ordinary memory, as in `Tensor.pin_memory`."""
+    if not kwargs.get("pin_memory") or torch.device(kwargs["device"]).type != "cpu" or torch.cuda.is_available():
+        return func(*args, **kwargs)
+    made = func(*args, **{**kwargs, "pin_memory": False})
+    made.untyped_storage()._sky_pinned = True
+    return made
+
+
+__all__ = ["MixedDevicesError", "example_on", "make_elsewhere", "mixed_devices_error", "run_across_devices"]

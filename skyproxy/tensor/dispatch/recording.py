@@ -30,7 +30,7 @@ from skyproxy.tensor.dispatch.binding import SYMBOLS, BoundCall, number_of_signa
 from skyproxy.tensor.dispatch.capture import check_reshaped, is_capturing
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
 from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
-from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, example_on, run_across_devices
+from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, example_on, make_elsewhere, run_across_devices
 from skyproxy.tensor.dispatch.op_info import NUMBER, SCALAR, TENSORS, OpInfo, info_of
 from skyproxy.tensor.dispatch.overlaps import may_overlap, overlaps
 
@@ -62,7 +62,7 @@ def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     if kwargs.get("device") is not None and args and type(args[0]) is RemoteTensor:
         args = (example_on(kwargs["device"], info, args[0]), *args[1:])
         if type(args[0]) is not RemoteTensor:
-            return func(*args, **kwargs)
+            return make_elsewhere(func, args, kwargs)
     try:
         call = BoundCall(info, args, kwargs)
     except MixedDevicesError as error:

@@ -14,6 +14,7 @@ from torch.fx.experimental import proxy_tensor
 
 from skyproxy import patching
 from skyproxy.errors import UnsupportedOpError
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_view
 from skyproxy.tensor.core.torch_private import (
     DispatchKey,
@@ -31,7 +32,7 @@ from skyproxy.tensor.core.torch_private import (
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
 from skyproxy.tensor.dispatch.kernels import kernel
-from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
+from skyproxy.tensor.dispatch.mixed_devices import make_elsewhere, mixed_devices_error
 from skyproxy.tensor.dispatch.op_info import OpInfo, Special, implements, plain_op
 from skyproxy.tensor.dispatch.recording import run
 from skyproxy.tensor.ops.set_storage import set_to_part
@@ -411,8 +412,11 @@ def _new_empty_strided(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kw
     if kwargs.get("layout") in (None, torch.strided):
         rest = {name: value for name, value in kwargs.items() if name not in ("layout", "device")}
         asked = kwargs.get("device")
-        if type(args[0]) is RemoteTensor and (asked is None or asked == args[0]._sky.device.torch_device):
-            return dispatch_remote(None, _plain_empty_strided, None, args, rest)
+        if type(args[0]) is RemoteTensor:
+            if asked is None or (asked.type == "sky" and DEVICES.of(asked) is args[0]._sky.device):
+                return dispatch_remote(None, _plain_empty_strided, None, args, rest)
+            elsewhere = {"dtype": args[0].dtype, **rest, "device": asked}
+            return make_elsewhere(aten.empty_strided.default, args[1:], elsewhere)
         return run(BoundCall(info, args, kwargs))
     return args[0].new_empty(args[1], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
 

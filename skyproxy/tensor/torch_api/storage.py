@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from skyproxy import patching
+from skyproxy.tensor.core.addresses import is_invented
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.memory import memory_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -89,6 +90,14 @@ def _pin_memory(self: RemoteTensor, device: torch.device | str | int | None = No
     raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
 
 
+def _counting_uses(count: Callable[[int], int]) -> Callable[[int], int]:
+    def storage_use_count(address: int) -> int:
+        """How many tensors have a storage, by its `_cdata`; of a remote one always one, for the worker counts them."""
+        return 1 if is_invented(address) else count(address)
+
+    return storage_use_count
+
+
 _METHODS: dict[str, Callable[..., object]] = {
     "untyped_storage": _untyped_storage,
     "data_ptr": _data_ptr,
@@ -99,6 +108,18 @@ _METHODS: dict[str, Callable[..., object]] = {
     "is_pinned": lambda self, device=None: False,
     "pin_memory": _pin_memory,
 }
+
+
+def _install_for_devices() -> None:
+    if hasattr(torch._C, "_storage_Use_Count"):
+        patching.wrap(
+            torch._C,
+            "_storage_Use_Count",
+            _counting_uses,
+            why="C++ would read the storage at the invented address of a remote one, and crash",
+            test="tests/tensor/torch_api/test_storage.py::test_uses_of_a_storage_are_counted_without_a_crash",
+            when=patching.When.FIRST_DEVICE,
+        )
 
 
 def install() -> None:
@@ -133,3 +154,4 @@ def install() -> None:
     )
     for name, function in _METHODS.items():
         setattr(RemoteTensor, name, function)
+    DEVICES.before_new[_install_for_devices] = None

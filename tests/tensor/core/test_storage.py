@@ -195,6 +195,7 @@ def test_tensors_like_another_can_be_made_on_another_device(target: str, sky: st
         torch.full_like(x, 0, device=target),
         x.new_zeros(2, 3, device=target).as_strided((2, 3), x.stride()),
         x.new_full((2, 3), 0, device=target).as_strided((2, 3), x.stride()),
+        x.new_empty_strided((2, 3), (1, 2), device=target).zero_(),
     ):
         assert (made.device, made.dtype, made.stride()) == (torch.device(target), x.dtype, x.stride())
         if target != "meta":

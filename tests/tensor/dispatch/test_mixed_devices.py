@@ -254,3 +254,17 @@ def test_a_graph_that_writes_into_a_cpu_tensor_is_refused_or_right(sky1: str) ->
     total = torch.tensor(1.0)
     torch.func.functionalize(accumulate)(total, remote)
     assert total.item() == 9.0
+
+
+def test_tensors_like_a_remote_one_are_pinned_on_the_cpu(sky1: str) -> None:
+    """Programs that take activations to the CPU make them so, and fill them with a copy."""
+    x = torch.arange(6.0, device=sky1).view(3, 2).t()
+    for made in (
+        torch.empty_like(x, device="cpu", pin_memory=True),
+        x.new_empty_strided(x.shape, x.stride(), device="cpu", pin_memory=True),
+        torch.zeros_like(x, device="cpu", pin_memory=True),
+    ):
+        assert made.is_pinned()
+        assert (made.device, made.stride()) == (torch.device("cpu"), x.stride())
+        assert made.copy_(x, non_blocking=True).tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert x.new_zeros(2, device="cpu", pin_memory=True).is_pinned()
