@@ -7,6 +7,8 @@ on fewer tensors each, and those that take one of their tensors for a number.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from skyproxy.tensor.core.devices import DEVICES
@@ -95,7 +97,7 @@ def example_on(asked: torch.device, info: OpInfo, tensor: RemoteTensor) -> torch
     return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=asked)
 
 
-def make_elsewhere(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def make_elsewhere(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
     """Make what looks like an example of `example_on`. Pinned memory is ordinary memory, as in `Tensor.pin_memory`."""
     if not kwargs.get("pin_memory") or torch.device(kwargs["device"]).type != "cpu" or torch.cuda.is_available():
         return func(*args, **kwargs)
