@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from skyproxy import patching
 from skyproxy.interrupts import constant_for_cpp, install_signal_guard, take_parked_error
 from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 
 class Guard(torch._C._acc.DeviceGuard):
@@ -69,6 +72,38 @@ def _checking(apply: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _shares_leaves() -> bool:
+    here = threading.current_thread()
+    return any(thread is not here and not thread.name.startswith("skyproxy-") for thread in threading.enumerate())
+
+
+def keep_accumulators(tensors: Iterable[object]) -> list[object]:
+    """Return what keeps the gradient accumulators of remote leaves alive, where other threads of the program run.
+
+    C++ makes an accumulator under a lock of the leaf, and asks the Python guard for the device's stream there, which
+    needs the interpreter lock. Whoever comes to that lock with the interpreter lock held would wait for ever for a
+    thread that is just there. Of an accumulator that lives already, nothing is asked.
+    """
+    if not torch.is_grad_enabled():
+        return []
+    leaves = [t for t in tensors if isinstance(t, RemoteTensor) and t.requires_grad and t.is_leaf]
+    return [leaf.view_as(leaf) for leaf in leaves] if leaves and _shares_leaves() else []  # frees the interpreter lock
+
+
+def _keeping(apply: types.MethodType) -> object:
+    """The `apply` of an `autograd.Function`, which looks up accumulators with the interpreter lock held."""
+
+    @functools.wraps(apply)
+    def kept(cls: object, *args: object, **kwargs: object) -> object:
+        accumulators = keep_accumulators(args)
+        try:
+            return apply.__func__(cls, *args, **kwargs)
+        finally:
+            del accumulators
+
+    return classmethod(kept)  # type: ignore[arg-type]
+
+
 class EngineOnCallingThread:
     """PyTorch's autograd engine, run on the thread that calls it.
 
@@ -86,6 +121,7 @@ class EngineOnCallingThread:
             to_device(i, gradient, output.device) if isinstance(output, torch.Tensor) else gradient
             for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=True))
         )
+        accumulators = keep_accumulators(outputs)
         threaded = torch._C._is_multithreading_enabled()
         if threaded:
             take_parked_error()
@@ -98,6 +134,7 @@ class EngineOnCallingThread:
             if parked is None:
                 raise
         finally:
+            del accumulators
             if threaded:
                 torch._C._set_multithreading_enabled(True)
         try:
@@ -120,6 +157,14 @@ def install_engine() -> None:
             EngineOnCallingThread,
             why="on the engine's own threads, backward on `sky:1` aborts the process",
             test="tests/tensor/torch_api/test_autograd_engine.py::test_backward_runs_on_the_thread_that_calls_it",
+            when=patching.When.FIRST_DEVICE,
+        )
+        patching.wrap(
+            torch.autograd.Function,
+            "apply",
+            _keeping,
+            why="applied to a leaf that another thread uses for the first time, it would wait for ever",
+            test="tests/tensor/torch_api/test_autograd_engine.py::test_threads_that_share_a_leaf_do_not_wait_for_ever",
             when=patching.When.FIRST_DEVICE,
         )
         for name in ("apply", "apply_boxed"):

@@ -196,6 +196,45 @@ def test_backward_runs_on_the_thread_that_calls_it(sky1: str) -> None:
     assert torch._C._is_multithreading_enabled()  # and is as before afterwards
 
 
+_SHARED_LEAF = """
+import sys, threading, time
+import torch, skyproxy
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+sys.setswitchinterval(10)  # so this thread runs until it waits, as soon as the other one frees the interpreter lock
+leaf = torch.ones(2, device="sky").requires_grad_()
+ended = []
+
+def use():
+    while not ended:
+        leaf.view_as(leaf)
+
+other = threading.Thread(target=use)
+other.start()
+for _ in range(100):
+    time.sleep(0)
+    Same.apply(leaf)
+    time.sleep(0)
+    leaf.backward(torch.ones(2, device="sky"))
+ended.append(True)
+other.join()
+print("ended", leaf.grad.tolist())
+"""
+
+
+def test_threads_that_share_a_leaf_do_not_wait_for_ever() -> None:
+    done = subprocess.run([sys.executable, "-c", _SHARED_LEAF], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "ended [100.0, 100.0]", done.stderr[-2000:]
+
+
 def test_a_deep_graph_runs_backward(sky1: str) -> None:
     x = torch.ones(3, device=sky1, requires_grad=True)
     y = x
