@@ -133,10 +133,10 @@ def test_bags_note_what_the_cpu_notes(name: str, mode: int) -> None:
             assert mismatch(name, args, {}) is None
 
 
-@pytest.mark.parametrize("weight", [torch.ones(3, 1).expand(3, 7), torch.ones(20).as_strided((3, 7), (1, 2))], ids=repr)
-def test_bags_of_rows_that_share_memory_are_those_that_the_worker_copied(sky: str, weight: torch.Tensor) -> None:
+@pytest.mark.parametrize("stride", [(1, 0), (1, 2), (0, 1)], ids=str)
+def test_bags_of_rows_that_share_memory_are_those_that_the_worker_copied(sky: str, stride: tuple[int, int]) -> None:
     indices, offsets = torch.tensor([0, 1, 0, 1, 2], device=sky), torch.tensor([0, 2], device=sky)
-    sent = torch.ones(20, device=sky).as_strided(weight.size(), weight.stride())
+    sent = torch.ones(20, device=sky).as_strided((3, 7), stride)
     for _ in range(3):
         result = torch.nn.functional.embedding_bag(indices, sent, offsets, mode="sum")
         assert result.tolist() == [[2.0] * 7, [3.0] * 7]
