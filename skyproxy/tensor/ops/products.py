@@ -144,7 +144,8 @@ def _sum_backwards(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.flip(dim).cumsum(dim).flip(dim)
 
 
-def _takes_stock(x: torch.Tensor) -> bool:
+def takes_stock(x: torch.Tensor) -> bool:
+    """Return whether PyTorch's own gradient is wanted: under transforms, and where there is none at all."""
     return (
         type(x) is not RemoteTensor
         or not (torch.is_grad_enabled() and x.requires_grad)
@@ -153,16 +154,16 @@ def _takes_stock(x: torch.Tensor) -> bool:
     )
 
 
-def _call_stock(op: OpOverload, *args: object, **options: object) -> torch.Tensor:
-    """PyTorch's own autograd kernel, in whose place ours is registered."""
+def call_stock(op: OpOverload, *args: object, **options: object) -> torch.Tensor:
+    """Run PyTorch's own autograd kernel, in whose place ours is registered."""
     result: torch.Tensor = op._op_dk(DispatchKey.Autograd, *args, **options)
     return result
 
 
 def product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`aten::prod` where gradients may be wanted; see there."""
-    if _takes_stock(x):
-        return _call_stock(_whole, x, dtype=dtype)
+    if takes_stock(x):
+        return call_stock(_whole, x, dtype=dtype)
     result: torch.Tensor = _Product.apply(x, dtype)  # type: ignore[no-untyped-call]
     return result
 
@@ -171,16 +172,16 @@ def product_along(
     x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """`aten::prod.dim_int` where gradients may be wanted; see there."""
-    if _takes_stock(x):
-        return _call_stock(_along, x, dim, keepdim, dtype=dtype)
+    if takes_stock(x):
+        return call_stock(_along, x, dim, keepdim, dtype=dtype)
     result: torch.Tensor = _ProductAlong.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
     return result
 
 
 def cumulative_product(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`aten::cumprod` where gradients may be wanted; see there."""
-    if _takes_stock(x):
-        return _call_stock(_cumulative, x, dim, dtype=dtype)
+    if takes_stock(x):
+        return call_stock(_cumulative, x, dim, dtype=dtype)
     result: torch.Tensor = _CumulativeProduct.apply(x, dim, dtype)  # type: ignore[no-untyped-call]
     return result
 
@@ -192,4 +193,4 @@ def install(library: torch.library.Library) -> None:
     library.impl("cumprod", cumulative_product, "AutogradPrivateUse1")
 
 
-__all__ = ["install"]
+__all__ = ["call_stock", "install", "takes_stock"]

@@ -1,0 +1,59 @@
+"""Gradients of extremes and medians of all elements are those of the CPU, with its order of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+INPUTS = {
+    "turned": lambda: torch.randn(4, 3).t(),
+    "batch of one": lambda: torch.randn(8, 4).as_strided((2, 1, 4), (4, 1, 1)),
+    "equal elements": lambda: torch.tensor([[1.0, 3.0, 3.0], [1.0, 1.0, 2.0]]),
+    "not a number": lambda: torch.tensor([1.0, float("nan"), float("nan"), 2.0]),
+    "infinities": lambda: torch.tensor([float("inf"), -float("inf"), float("inf"), 1.0]),
+    "a number": lambda: torch.randn(()),
+    "half": lambda: torch.randn(6, dtype=torch.bfloat16),
+}
+NODES = {"max": "MaxBackward1", "min": "MinBackward1", "median": "MedianBackward0", "nanmedian": "NanmedianBackward0"}
+
+
+@pytest.mark.parametrize("given", [1.5, float("inf"), float("nan"), -0.0], ids=str)
+@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("which", INPUTS)
+def test_gradients_are_those_of_the_cpu(which: str, name: str, given: float, sky1: str) -> None:
+    torch.manual_seed(0)
+    x = INPUTS[which]()
+    found = []
+    for device in ("cpu", sky1):
+        there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x).requires_grad_()
+        result = getattr(there, name)()
+        gradient = torch.full((), given, dtype=x.dtype, device=device, requires_grad=True)
+        (first,) = torch.autograd.grad(result, there, gradient, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), gradient)
+        found.append([(t.detach().cpu(), t.stride(), t.dtype) for t in (result, first, second)])
+    for (a, *look), (b, *other) in zip(*found, strict=True):
+        assert look == other
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan())
+
+
+def test_backward_waits_for_nothing(sky1: str) -> None:
+    x = torch.randn(3, 4).to(sky1).requires_grad_()
+    (x.max() + x.median()).backward()
+    torch.sky.synchronize()
+    before = torch.sky.stats()["round_trips"]
+    (x.max() + x.median()).backward()
+    assert torch.sky.stats()["round_trips"] == before
+
+
+def test_under_transforms_it_is_pytorchs_own(sky1: str) -> None:
+    x = torch.arange(1.0, 5.0).to(sky1)
+    assert torch.func.grad(torch.max)(x).tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert torch.func.jacfwd(torch.min)(x).tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_its_nodes_have_pytorchs_names(sky1: str) -> None:
+    for device in ("cpu", sky1):
+        x = torch.ones(2, 3, device=device, requires_grad=True)
+        results = {name: getattr(x, name)() for name in NODES}
+        assert {name: type(result.grad_fn).__name__ for name, result in results.items()} == NODES
