@@ -17,7 +17,7 @@ T = TypeVar("T")
 _CANCELLED = (CANCELLED, CANCELLED_AND_NOTIFIED)
 _DONE = (*_CANCELLED, FINISHED)
 _LOOK_SECONDS = 1.0
-"""How often a wait looks for signals: one that came between Python's last look and the wait itself wakes nobody."""
+"""Seconds between looks for signals in a wait: one that comes between Python's last look and the wait wakes nobody."""
 
 
 class PoolFuture(ReleasingFuture[T]):
