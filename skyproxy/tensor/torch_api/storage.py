@@ -92,7 +92,7 @@ def _pin_memory(self: RemoteTensor, device: torch.device | str | int | None = No
 
 def _counting_uses(count: Callable[[int], int]) -> Callable[[int], int]:
     def storage_use_count(address: int) -> int:
-        """How many tensors have a storage, by its `_cdata`; of a remote one always one, for the worker counts them."""
+        """Count the tensors that have a storage, by its `_cdata`; a remote one has one, for the worker counts them."""
         return 1 if is_invented(address) else count(address)
 
     return storage_use_count
