@@ -231,7 +231,11 @@ print("ended", leaf.grad.tolist())
 
 
 def test_threads_that_share_a_leaf_do_not_wait_for_ever() -> None:
-    done = subprocess.run([sys.executable, "-c", _SHARED_LEAF], capture_output=True, text=True, check=False, timeout=60)
+    command = [sys.executable, "-c", _SHARED_LEAF]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the program waits for ever")
     assert done.stdout.strip() == "ended [100.0, 100.0]", done.stderr[-2000:]
 
 
