@@ -36,6 +36,9 @@ from typing import Any, TypeVar
 from skyproxy import patching
 from skyproxy.context_edges import is_edge
 
+SIGNAL_LOOK_SECONDS = 1.0
+"""Seconds between looks for signals in a wait without an end: one that comes between Python's last look and the wait
+itself wakes nobody."""
 _RETRY_SECONDS = 0.001
 _FOREVER = sys.maxsize
 _F = TypeVar("_F", bound=Callable[..., object])

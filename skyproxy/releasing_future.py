@@ -1,11 +1,15 @@
-"""Futures that let go of whom they have told."""
+"""Futures that let go of whom they have told, and notice signals while somebody waits for them."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from typing import TypeVar
 
+from skyproxy import interrupts
+
 T = TypeVar("T")
+_DONE = (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED)
 
 
 class ReleasingFuture(Future[T]):
@@ -19,3 +23,23 @@ class ReleasingFuture(Future[T]):
         super()._invoke_callbacks()  # type: ignore[misc]
         self._done_callbacks.clear()  # type: ignore[attr-defined]
         # Nobody adds to them any more: who comes now is called at once
+
+    def result(self, timeout: float | None = None) -> T:
+        """The result; waits for it, and notices signals that came just before the wait, too."""
+        try:
+            if timeout is None:
+                self._wait_for_end()
+            return super().result(timeout)
+        finally:
+            del self  # the error's traceback would hold this frame, the frame the future, and that the error
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The exception, None if there is a result; waits as `result` does."""
+        if timeout is None:
+            self._wait_for_end()
+        return super().exception(timeout)
+
+    def _wait_for_end(self) -> None:
+        with self._condition:  # type: ignore[attr-defined]
+            while self._state not in _DONE:  # type: ignore[attr-defined]
+                self._condition.wait(interrupts.SIGNAL_LOOK_SECONDS)  # type: ignore[attr-defined]

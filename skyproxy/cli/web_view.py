@@ -24,6 +24,7 @@ from skyproxy.cli.fleet import Fleet, WorkerAccess
 from skyproxy.cli.fleets import access_of_environment, locate
 from skyproxy.cli.output import note, progress, show_line
 from skyproxy.errors import AuthenticationError, ConfigurationError
+from skyproxy.interrupts import SIGNAL_LOOK_SECONDS
 
 _INTERVAL_SECONDS = 2.0
 
@@ -133,7 +134,8 @@ def _serve(name: str, ask: Callable[[], dict[str, object]], port: int) -> None:
         show_line(server.link())
         note("Open this link in a browser on this machine; it works once. Press Ctrl-C to stop.")
         interrupted = threading.Event()  # nobody sets it: Ctrl-C ends the wait
-        interrupted.wait()
+        while not interrupted.wait(SIGNAL_LOOK_SECONDS):
+            pass
     except KeyboardInterrupt:
         note("")
     finally:

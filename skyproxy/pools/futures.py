@@ -16,8 +16,6 @@ from skyproxy.releasing_future import ReleasingFuture
 T = TypeVar("T")
 _CANCELLED = (CANCELLED, CANCELLED_AND_NOTIFIED)
 _DONE = (*_CANCELLED, FINISHED)
-_LOOK_SECONDS = 1.0
-"""Seconds between looks for signals in a wait: one that comes between Python's last look and the wait wakes nobody."""
 
 
 class PoolFuture(ReleasingFuture[T]):
@@ -116,7 +114,6 @@ class PoolFuture(ReleasingFuture[T]):
         try:
             if timeout is None:
                 self.check_wait()
-                self._wait_for_end()
             return super().result(timeout)
         finally:
             del self  # the error's traceback would hold this frame, the frame the future, and that the error
@@ -125,13 +122,7 @@ class PoolFuture(ReleasingFuture[T]):
         """The exception, None if there is a result; waits for one of them. Raises as `result` does."""
         if timeout is None:
             self.check_wait()
-            self._wait_for_end()
         return super().exception(timeout)
-
-    def _wait_for_end(self) -> None:
-        with self._condition:
-            while self._state not in _DONE:
-                self._condition.wait(_LOOK_SECONDS)
 
     def check_wait(self) -> None:
         """Raise where the caller's wait could never end, as `result` does."""

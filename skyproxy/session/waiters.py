@@ -6,6 +6,7 @@ import itertools
 import threading
 from typing import Any
 
+from skyproxy import interrupts
 from skyproxy.protocol.messages import Buffer, RequestId
 
 
@@ -49,7 +50,8 @@ class Waiter:
             BaseException: what `fail` was given.
         """
         if not self.done:
-            self._lock.acquire()
+            while not self._lock.acquire(timeout=interrupts.SIGNAL_LOOK_SECONDS):
+                pass
             self._lock.release()  # several threads may wait for one answer
         if self.error is not None:
             raise self.error.with_traceback(None)  # one error may be raised for many

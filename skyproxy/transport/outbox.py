@@ -17,6 +17,7 @@ from operator import call
 from queue import SimpleQueue
 from threading import get_ident
 
+from skyproxy import interrupts
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import Buffer, Message
@@ -139,7 +140,8 @@ class Outbox:
                 finally:
                     self._lock.release()
         if frame.done is not None and not nested:
-            frame.done.acquire()
+            while not frame.done.acquire(timeout=interrupts.SIGNAL_LOOK_SECONDS):
+                pass
             if self.error is not None:
                 raise copy(self.error)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import skyproxy as sky
 from skyproxy.errors import ConfigurationError, SessionLostError
 from skyproxy.pools import PendingCompute, PendingGroup, PoolFuture, RemoteFunction, Retry, gather
-from skyproxy.pools import futures as futures_module
 from skyproxy.pools import pending as pending_module
 from skyproxy.pools.futures import gather_futures
 
@@ -100,29 +97,6 @@ def test_waiting_in_an_event_loop_is_warned_of_once(
     with caplog.at_level(logging.WARNING, "skyproxy"):
         asyncio.run(wait())
     assert [record.message.count("await (f() > pool)") for record in caplog.records] == [1]
-
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="such a signal cannot be made here")
-@pytest.mark.parametrize("wait", [PoolFuture.wait, PoolFuture.result, PoolFuture.exception])
-def test_a_signal_that_wakes_no_wait_is_noticed(wait: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that comes a moment before the wait: here, it comes to another thread, and Python's flag is set."""
-    monkeypatch.setattr(futures_module, "_LOOK_SECONDS", 0.05)
-    future: PoolFuture[int] = PoolFuture("call")
-    end = threading.Timer(20, lambda: future.settle(1))  # else a wait that notices nothing would hold all tests
-
-    def strike() -> None:
-        while not future._condition._waiters:  # type: ignore[attr-defined]
-            pass
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-
-    end.start()
-    threading.Thread(target=strike).start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            wait(future)
-        assert not future.done() or future.cancelled()
-    finally:
-        end.cancel()
 
 
 def test_options_make_another_call() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 
 import pytest
 
+from skyproxy import interrupts
 from skyproxy.errors import SessionLostError
 from skyproxy.session.waiters import Waiter, Waiters
 
@@ -24,6 +27,27 @@ def test_only_the_first_answer_counts() -> None:
     waiter.set(2)
     waiter.fail(ValueError())
     assert waiter.wait() == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="such a signal cannot be made here")
+def test_a_signal_that_wakes_no_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that comes a moment before the wait: here, it comes to another thread, and Python's flag is set."""
+    monkeypatch.setattr(interrupts, "SIGNAL_LOOK_SECONDS", 0.05)
+    waiter = Waiter()
+    end = threading.Timer(20, lambda: waiter.set(1))  # else a wait that notices nothing would hold all tests
+
+    def strike() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    end.start()
+    threading.Thread(target=strike).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            waiter.wait()
+        assert not waiter.done
+    finally:
+        end.cancel()
 
 
 def test_several_threads_wait_for_one_answer() -> None:

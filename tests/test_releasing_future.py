@@ -1,0 +1,62 @@
+"""Futures notice signals that came a moment before somebody began to wait."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from skyproxy import interrupts
+from skyproxy.pools import PoolFuture
+from skyproxy.releasing_future import ReleasingFuture
+
+WAITS = {
+    "result": (ReleasingFuture, ReleasingFuture.result),
+    "exception": (ReleasingFuture, ReleasingFuture.exception),
+    "a pool's wait": (PoolFuture, PoolFuture.wait),
+    "a pool's result": (PoolFuture, PoolFuture.result),
+    "a pool's exception": (PoolFuture, PoolFuture.exception),
+}
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="such a signal cannot be made here")
+@pytest.mark.parametrize("name", WAITS)
+def test_a_signal_that_wakes_no_wait_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that comes a moment before the wait: here, it comes to another thread, and Python's flag is set."""
+    monkeypatch.setattr(interrupts, "SIGNAL_LOOK_SECONDS", 0.05)
+    kind: Callable[..., concurrent.futures.Future[int]]
+    wait: Callable[[Any], Any]
+    kind, wait = WAITS[name]
+    future = kind("call") if kind is PoolFuture else kind()
+    end = threading.Timer(20, lambda: future.set_result(1))  # else a wait that notices nothing would hold all tests
+
+    def strike() -> None:
+        while not future._condition._waiters:  # type: ignore[attr-defined]
+            pass
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    end.start()
+    threading.Thread(target=strike).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait(future)
+        assert not future.done() or future.cancelled()
+    finally:
+        end.cancel()
+
+
+def test_waits_end_as_futures_end() -> None:
+    ended: ReleasingFuture[int] = ReleasingFuture()
+    threading.Timer(0.05, lambda: ended.set_result(3)).start()
+    assert ended.result() == 3
+    assert ended.exception() is None
+    failed: ReleasingFuture[int] = ReleasingFuture()
+    failed.set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        failed.result()
+    with pytest.raises(concurrent.futures.TimeoutError):
+        ReleasingFuture[int]().result(0)
