@@ -32,7 +32,6 @@ def activate() -> None:
             checked_numbers,  # noqa: F401
             composites,
             copies,  # noqa: F401
-            extremes,
             group_norm,
             nested_batches,  # noqa: F401
             nested_tensors,
@@ -42,6 +41,7 @@ def activate() -> None:
             set_storage,  # noqa: F401
             sparse_tensors,  # noqa: F401
             special_ops,
+            written_gradients,
             zero_tensors,
         )
         from skyproxy.tensor.torch_api import (
@@ -75,7 +75,7 @@ def activate() -> None:
         attention.install(registration.library())
         group_norm.install(registration.library())
         products.install(registration.library())
-        extremes.install(registration.library())
+        written_gradients.install(registration.library())
         recurrent.install(registration.library())
         packed_sequences.install(registration.library())
         special_ops.install(registration.library())

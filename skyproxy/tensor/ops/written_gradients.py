@@ -1,7 +1,8 @@
-"""Extremes and medians of all elements: gradients by the formula that PyTorch takes for tensors of its own.
+"""Gradients that PyTorch writes into a tensor of zeros, by the formula that it takes for tensors of its own.
 
-PyTorch fills the places of the extreme in a tensor of zeros. Of a tensor class it multiplies a mask, which has the
-order of memory of the input, and makes NaN of an infinite gradient everywhere else.
+For tensor classes it takes another one, which writes nothing in place. Of an extreme or a median of all elements that
+multiplies a mask, which has the order of memory of the input, and makes NaN of an infinite gradient everywhere else; of
+the elements of a mask it makes a row-major copy.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from collections.abc import Callable
 
 import torch
 
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, name_gradients
 from skyproxy.tensor.ops.products import call_stock, takes_stock
 
-_OPS: dict[str, tuple[OpOverload, str]] = {
+_EXTREMES: dict[str, tuple[OpOverload, str]] = {
     "max": (torch.ops.aten.max.default, "MaxBackward1"),
     "min": (torch.ops.aten.min.default, "MinBackward1"),
     "median": (torch.ops.aten.median.default, "MedianBackward0"),
     "nanmedian": (torch.ops.aten.nanmedian.default, "NanmedianBackward0"),
 }
+_selected = torch.ops.aten.masked_select.default
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -54,10 +57,36 @@ def _extreme(op: OpOverload, node: str) -> Callable[[torch.Tensor], torch.Tensor
     return extreme
 
 
+class _Selection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _selected(x, mask)
+        ctx.save_for_backward(x, mask)
+        return result
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, mask = ctx.saved_tensors
+        spread = x.detach().expand(torch.broadcast_shapes(x.shape, mask.shape))
+        return torch.zeros_like(spread).masked_scatter_(mask, gradient).sum_to_size(x.shape), None
+
+
+name_gradients(_Selection, "MaskedSelectBackward0")
+
+
+def selected(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`aten::masked_select` where gradients may be wanted; see there."""
+    if takes_stock(x) or type(mask) is not RemoteTensor:
+        return call_stock(_selected, x, mask)
+    result: torch.Tensor = _Selection.apply(x, mask)  # type: ignore[no-untyped-call]
+    return result
+
+
 def install(library: torch.library.Library) -> None:
     """Put our gradients in the place of PyTorch's."""
-    for name, (op, node) in _OPS.items():
+    for name, (op, node) in _EXTREMES.items():
         library.impl(name, _extreme(op, node), "AutogradPrivateUse1")
+    library.impl("masked_select", selected, "AutogradPrivateUse1")
 
 
 __all__ = ["install"]

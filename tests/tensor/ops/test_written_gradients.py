@@ -1,4 +1,4 @@
-"""Gradients of extremes and medians of all elements are those of the CPU, with its order of memory."""
+"""Gradients that PyTorch writes into zeros are those of the CPU, with its order of memory."""
 
 from __future__ import annotations
 
@@ -37,6 +37,29 @@ def test_gradients_are_those_of_the_cpu(which: str, name: str, given: float, sky
         assert torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan())
 
 
+@pytest.mark.parametrize("of_mask", [(3, 4), (4,), (2, 1, 1), (1, 4), ()], ids=str)
+def test_gradients_of_masked_elements_are_those_of_the_cpu(of_mask: tuple[int, ...], sky1: str) -> None:
+    torch.manual_seed(0)
+    bits = torch.rand(of_mask) > 0.3
+    for x in (
+        torch.randn(3, 4),
+        torch.randn(4, 3).t(),
+        torch.randn(1, 4),
+        torch.randn(3, 1).as_strided((3, 1), (1, 7)),
+    ):
+        found = []
+        for device in ("cpu", sky1):
+            there = torch.empty_strided(x.shape, x.stride(), device=device).copy_(x).requires_grad_()
+            result = there.masked_select(bits.to(device))
+            gradient = torch.arange(1.0, result.numel() + 1, device=device).requires_grad_()
+            (first,) = torch.autograd.grad(result, there, gradient, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), gradient)
+            found.append([(t.detach().cpu(), t.stride()) for t in (result, first, second)])
+        for (a, look), (b, other) in zip(*found, strict=True):
+            assert look == other
+            assert torch.equal(a, b)
+
+
 def test_backward_waits_for_nothing(sky1: str) -> None:
     x = torch.randn(3, 4).to(sky1).requires_grad_()
     (x.max() + x.median()).backward()
@@ -57,3 +80,5 @@ def test_its_nodes_have_pytorchs_names(sky1: str) -> None:
         x = torch.ones(2, 3, device=device, requires_grad=True)
         results = {name: getattr(x, name)() for name in NODES}
         assert {name: type(result.grad_fn).__name__ for name, result in results.items()} == NODES
+        chosen = x[x > 0], x.masked_select(x > 0)
+        assert [type(t.grad_fn).__name__ for t in chosen] == ["IndexBackward0", "MaskedSelectBackward0"]
