@@ -40,6 +40,6 @@ class ReleasingFuture(Future[T]):
         return super().exception(timeout)
 
     def _wait_for_end(self) -> None:
-        with self._condition:  # type: ignore[attr-defined]
-            while self._state not in _DONE:  # type: ignore[attr-defined]
-                self._condition.wait(interrupts.SIGNAL_LOOK_SECONDS)  # type: ignore[attr-defined]
+        with self._condition:
+            while self._state not in _DONE:
+                self._condition.wait(interrupts.SIGNAL_LOOK_SECONDS)
