@@ -45,7 +45,8 @@ def _with_number(function: Callable[..., object]) -> Callable[..., object]:
             args = (*args[:1], *map(_add_number, args[1:]))
             if "device" in kwargs:
                 kwargs["device"] = _add_number(kwargs["device"])
-            if is_copying and isinstance(args[-1] if args else None, torch.Tensor) and len(args) == 1 + is_method:
+            is_copy = is_copying and len(args) == 1 + is_method and isinstance(args[-1], torch.Tensor)
+            if is_copy and not kwargs.get("pin_memory"):
                 source: torch.Tensor = args[-1]  # type: ignore[assignment]
                 like: torch.Tensor = args[0]  # type: ignore[assignment]
                 if kwargs.get("device") is None:
