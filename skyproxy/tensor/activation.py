@@ -32,6 +32,7 @@ def activate() -> None:
             checked_numbers,  # noqa: F401
             composites,
             copies,  # noqa: F401
+            determinants,
             group_norm,
             nested_batches,  # noqa: F401
             nested_tensors,
@@ -75,6 +76,7 @@ def activate() -> None:
         attention.install(registration.library())
         group_norm.install(registration.library())
         products.install(registration.library())
+        determinants.install(registration.library())
         written_gradients.install(registration.library())
         recurrent.install(registration.library())
         packed_sequences.install(registration.library())

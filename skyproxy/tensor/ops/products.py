@@ -47,7 +47,7 @@ class _Product(torch.autograd.Function):
         zeros = x == 0
         if torch.is_grad_enabled() and not zeros.any().item():
             return _divide(gradient, x, result), None
-        others = _multiply_others(gradient, x.contiguous().view(-1), 0).view_as(x)
+        others = multiply_others(gradient, x.contiguous().view(-1), 0).view_as(x)
         if torch.is_grad_enabled():
             return others, None
         count = zeros.sum()
@@ -72,9 +72,9 @@ class _ProductAlong(torch.autograd.Function):
             gradient, result = gradient.unsqueeze(dim), result.unsqueeze(dim)
         has_zeros = (x == 0).any()
         if not torch.is_grad_enabled():
-            found = torch.where(has_zeros, _multiply_others(gradient, x, dim), _divide(gradient, x, result))
+            found = torch.where(has_zeros, multiply_others(gradient, x, dim), _divide(gradient, x, result))
         elif has_zeros.item():
-            found = _multiply_others(gradient, x, dim)
+            found = multiply_others(gradient, x, dim)
         else:
             found = _divide(gradient, x, result)
         return found, None, None, None
@@ -112,7 +112,7 @@ def _divide(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor) -> to
     return gradient * (result / x).conj()
 
 
-def _multiply_others(gradient: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+def multiply_others(gradient: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the gradient times the product of what comes before and after each element."""
     if x.numel() == 0:
         return gradient.expand_as(x)
@@ -193,4 +193,4 @@ def install(library: torch.library.Library) -> None:
     library.impl("cumprod", cumulative_product, "AutogradPrivateUse1")
 
 
-__all__ = ["call_stock", "install", "takes_stock"]
+__all__ = ["call_stock", "install", "multiply_others", "takes_stock"]
