@@ -34,6 +34,7 @@ def activate() -> None:
             copies,  # noqa: F401
             determinants,
             group_norm,
+            masked_gradients,
             nested_batches,  # noqa: F401
             nested_tensors,
             packed_sequences,
@@ -42,7 +43,6 @@ def activate() -> None:
             set_storage,  # noqa: F401
             sparse_tensors,  # noqa: F401
             special_ops,
-            written_gradients,
             zero_tensors,
         )
         from skyproxy.tensor.torch_api import (
@@ -77,7 +77,7 @@ def activate() -> None:
         group_norm.install(registration.library())
         products.install(registration.library())
         determinants.install(registration.library())
-        written_gradients.install(registration.library())
+        masked_gradients.install(registration.library())
         recurrent.install(registration.library())
         packed_sequences.install(registration.library())
         special_ops.install(registration.library())

@@ -1,4 +1,4 @@
-"""Gradients that PyTorch writes into zeros are those of the CPU, with its order of memory."""
+"""Gradients by masks are those of the CPU, with its order of memory."""
 
 from __future__ import annotations
 
@@ -57,6 +57,28 @@ def test_gradients_of_masked_elements_are_those_of_the_cpu(of_mask: tuple[int, .
             found.append([(t.detach().cpu(), t.stride()) for t in (result, first, second)])
         for (a, look), (b, other) in zip(*found, strict=True):
             assert look == other
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["", "input learns"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_the_gradient_of_a_number_that_fills_a_mask_is_the_cpus(dtype: torch.dtype, learns: bool, sky1: str) -> None:
+    torch.manual_seed(0)
+    x, given = torch.randn(40, 90).to(dtype), torch.randn(40, 90).to(dtype)
+    for bits in (torch.rand(40, 90) > 0.4, torch.rand(90) > 0.4, torch.zeros((), dtype=torch.bool)):
+        found = []
+        for device in ("cpu", sky1):
+            there = x.to(device).requires_grad_(learns)
+            value = torch.tensor(0.5, dtype=dtype).to(device).requires_grad_()
+            gradient = given.to(device).requires_grad_()
+            result = there.masked_fill(bits.to(device), value)
+            wanted = (there, value) if learns else (value,)
+            first = torch.autograd.grad(result, wanted, gradient, create_graph=True)
+            second = torch.autograd.grad(sum(t.abs().square().sum() for t in first), gradient)
+            found.append([t.detach().cpu() for t in (result, *first, *second)])
+            assert type(result.grad_fn).__name__ == "MaskedFillBackward1"
+        for a, b in zip(*found, strict=True):
+            assert a.dtype is b.dtype
             assert torch.equal(a, b)
 
 

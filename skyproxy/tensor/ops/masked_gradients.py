@@ -1,8 +1,9 @@
-"""Gradients that PyTorch writes into a tensor of zeros, by the formula that it takes for tensors of its own.
+"""Gradients by masks, by the formulas that PyTorch takes for tensors of its own.
 
-For tensor classes it takes another one, which writes nothing in place. Of an extreme or a median of all elements that
-multiplies a mask, which has the order of memory of the input, and makes NaN of an infinite gradient everywhere else; of
-the elements of a mask it makes a row-major copy.
+For tensor classes it takes others, which write nothing in place and ask for no values. Of an extreme or a median of all
+elements that multiplies a mask, which has the order of memory of the input, and makes NaN of an infinite gradient
+everywhere else; of the elements of a mask it makes a row-major copy; of a number that fills a mask it sums zeros, too,
+in another order. To sum what the mask has alone waits, as on every device.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ _EXTREMES: dict[str, tuple[OpOverload, str]] = {
     "nanmedian": (torch.ops.aten.nanmedian.default, "NanmedianBackward0"),
 }
 _selected = torch.ops.aten.masked_select.default
+_filled = torch.ops.aten.masked_fill.Tensor
 
 
 class _Context(torch.autograd.function.FunctionCtx):
     """Tensors that a forward keeps for its backward."""
 
-    saved_tensors: tuple[torch.Tensor, torch.Tensor]
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[torch.Tensor, ...]
 
 
 def _extreme(op: OpOverload, node: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -82,10 +85,36 @@ def selected(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return result
 
 
+class _Filling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _filled(x, mask, value)
+        ctx.save_for_backward(mask)
+        return result
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor]:
+        (mask,) = ctx.saved_tensors
+        of_x = gradient.masked_fill(mask, 0) if ctx.needs_input_grad[0] else None
+        return of_x, None, gradient.masked_select(mask).sum()
+
+
+name_gradients(_Filling, "MaskedFillBackward1")
+
+
+def filled(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`aten::masked_fill.Tensor` where gradients may be wanted; see there."""
+    if takes_stock(value) or type(x) is not RemoteTensor or type(mask) is not RemoteTensor:
+        return call_stock(_filled, x, mask, value)
+    result: torch.Tensor = _Filling.apply(x, mask, value)  # type: ignore[no-untyped-call]
+    return result
+
+
 def install(library: torch.library.Library) -> None:
     """Put our gradients in the place of PyTorch's."""
     for name, (op, node) in _EXTREMES.items():
         library.impl(name, _extreme(op, node), "AutogradPrivateUse1")
+    library.impl("masked_fill.Tensor", filled, "AutogradPrivateUse1")
     library.impl("masked_select", selected, "AutogradPrivateUse1")
 
 
