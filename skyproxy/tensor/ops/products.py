@@ -51,7 +51,7 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled():
             return others, None
         count = zeros.sum()
-        return torch.where(count > 0, others.masked_fill(count > 1, 0), _divide(gradient, x, result)), None
+        return _choose(count == 0, _divide(gradient, x, result), others.masked_fill(count > 1, 0)), None
 
 
 class _ProductAlong(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _ProductAlong(torch.autograd.Function):
             gradient, result = gradient.unsqueeze(dim), result.unsqueeze(dim)
         has_zeros = (x == 0).any()
         if not torch.is_grad_enabled():
-            found = torch.where(has_zeros, multiply_others(gradient, x, dim), _divide(gradient, x, result))
+            found = _choose(~has_zeros, _divide(gradient, x, result), multiply_others(gradient, x, dim))
         elif has_zeros.item():
             found = multiply_others(gradient, x, dim)
         else:
@@ -110,6 +110,15 @@ name_gradients(_CumulativeProduct, "CumprodBackward0")
 
 def _divide(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return gradient * (result / x).conj()
+
+
+def _choose(is_divided: torch.Tensor, divided: torch.Tensor, multiplied: torch.Tensor) -> torch.Tensor:
+    """Return one of two gradients, in the order of memory that one without zeros has locally.
+
+    Of one with zeros that is row-major; which of the two it is, nobody knows before the worker has looked.
+    """
+    found = torch.where(is_divided, divided, multiplied)
+    return found if found.stride() == divided.stride() else divided.copy_(found)
 
 
 def multiply_others(gradient: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -49,6 +49,24 @@ def test_gradients_are_those_of_the_cpu(name: str, again: bool, sky1: str) -> No
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("stride", [(1, 3, 3), (12, 1, 3), (4, 7, 1)], ids=str)
+def test_gradients_of_products_without_zeros_have_the_order_of_memory_of_the_cpus(
+    stride: tuple[int, int, int], again: bool, sky1: str
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40).as_strided((3, 1, 4), stride)
+    for dim in (None, 0, -1):
+        found = []
+        for device in ("cpu", sky1):
+            there = torch.empty_strided(x.shape, x.stride(), device=device).copy_(x).requires_grad_()
+            result = there.prod() if dim is None else there.prod(dim)
+            (first,) = torch.autograd.grad(result, there, torch.ones_like(result), create_graph=again)
+            found.append((first.detach().cpu(), first.stride()))
+        assert found[0][1] == found[1][1]
+        assert torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize("name", [*INPUTS, "two zeros", "zero first"])
 def test_gradients_of_cumulative_products_are_those_of_the_cpu(name: str, again: bool, sky1: str) -> None:
     torch.manual_seed(0)
