@@ -66,6 +66,7 @@ with explain_missing_names():
     all_op_names = torch._C._dispatch_get_all_op_names
 
     # Modes and transforms
+    DelayedError = torch._C._functions.DelayedError
     DisableTorchFunction = torch._C.DisableTorchFunction
     DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
     count_dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -126,6 +127,7 @@ def is_plain_convolution(*arguments: object) -> bool:
 
 __all__ = [
     "BelowAutograd",
+    "DelayedError",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "DispatchKey",

@@ -89,13 +89,14 @@ def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: d
 
     A kernel that was registered for the device (`register_kernel("sky")`) goes before one for all, as on every device.
     """
-    if _has_kernel(info.name, "PrivateUse1"):
+    of_groups = "c10d" in info.name.partition("::")[0]  # PyTorch has kernels of its own for every device, and no group
+    if not of_groups and _has_kernel(info.name, "PrivateUse1"):
         return func._op_dk(_DEVICE_KERNEL, *args, **kwargs)
     if _has_kernel(info.name, "CompositeExplicitAutograd"):
         return _run_here(info, func, args, kwargs)
     if _has_kernel(info.name, "CompositeImplicitAutograd"):
         return func.decompose(*args, **kwargs)
-    if "c10d" in info.name.partition("::")[0]:
+    if of_groups:
         raise UnsupportedOpError(
             f"{info.name}: a process group here cannot reach the tensors of workers. Run the training itself on a "
             "pool, whose workers have a group of their own: skyproxy.Compute(nodes=...) with "

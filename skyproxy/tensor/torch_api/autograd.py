@@ -15,6 +15,12 @@ from skyproxy import patching
 from skyproxy.interrupts import constant_for_cpp, install_signal_guard, take_parked_error
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import (
+    DelayedError,
+    DisableTorchFunction,
+    disable_current_modes,
+    function_transform_level,
+)
 
 
 class Guard(torch._C._acc.DeviceGuard):
@@ -77,17 +83,21 @@ def _shares_leaves() -> bool:
     return any(thread is not here and not thread.name.startswith("skyproxy-") for thread in threading.enumerate())
 
 
-def keep_accumulators(tensors: Iterable[object]) -> list[object]:
+def keep_accumulators(tensors: Iterable[object]) -> object:
     """Return what keeps the gradient accumulators of remote leaves alive, where other threads of the program run.
 
     C++ makes an accumulator under a lock of the leaf, and asks the Python guard for the device's stream there, which
     needs the interpreter lock. Whoever comes to that lock with the interpreter lock held would wait for ever for a
     thread that is just there. Of an accumulator that lives already, nothing is asked.
     """
-    if not torch.is_grad_enabled():
-        return []
-    leaves = [t for t in tensors if isinstance(t, RemoteTensor) and t.requires_grad and t.is_leaf]
-    return [leaf.view_as(leaf) for leaf in leaves] if leaves and _shares_leaves() else []  # frees the interpreter lock
+    remote = [t for t in tensors if isinstance(t, RemoteTensor)]
+    if not remote or not torch.is_grad_enabled() or function_transform_level() is not None or not _shares_leaves():
+        return None
+    with DisableTorchFunction(), disable_current_modes():
+        leaves = [t for t in remote if t.requires_grad and t.is_leaf]
+        # A node of C++ whose gradients nobody asks for: it comes to the lock without that of the interpreter, for all
+        # leaves in one call, and nothing is recorded.
+        return DelayedError("the gradient of nothing", len(leaves))(*leaves) if leaves else None
 
 
 def _keeping(apply: types.MethodType) -> object:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 PREAMBLE = """
 import threading, time, _thread
@@ -237,6 +239,42 @@ def test_threads_that_share_a_leaf_do_not_wait_for_ever() -> None:
     except subprocess.TimeoutExpired:
         pytest.fail("the program waits for ever")
     assert done.stdout.strip() == "ended [100.0, 100.0]", done.stderr[-2000:]
+
+
+def test_keeping_what_threads_share_records_nothing_and_tells_modes_nothing(sky1: str) -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return gradients[0]
+
+    class Noted(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    calls: list[Any] = []
+    leaf = torch.ones(2, device=sky1, requires_grad=True)
+    ends = threading.Event()
+    other = threading.Thread(target=ends.wait)
+    other.start()
+    try:
+        torch.sky.synchronize()
+        before = torch.sky.stats()["ops"]
+        with Noted():
+            result: torch.Tensor = Same.apply(leaf)  # type: ignore[no-untyped-call]
+        torch.sky.synchronize()
+        assert torch.sky.stats()["ops"] == before
+        assert [func for func in calls if func is not torch.Tensor.detach] == []
+        result.sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [1, 1]
+    finally:
+        ends.set()
+        other.join()
 
 
 def test_a_deep_graph_runs_backward(sky1: str) -> None:
