@@ -18,6 +18,8 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
     DelayedError,
     DisableTorchFunction,
+    count_dispatch_modes,
+    count_function_modes,
     disable_current_modes,
     function_transform_level,
 )
@@ -93,11 +95,19 @@ def keep_accumulators(tensors: Iterable[object]) -> object:
     remote = [t for t in tensors if isinstance(t, RemoteTensor)]
     if not remote or not torch.is_grad_enabled() or function_transform_level() is not None or not _shares_leaves():
         return None
-    with DisableTorchFunction(), disable_current_modes():
-        leaves = [t for t in remote if t.requires_grad and t.is_leaf]
-        # A node of C++ whose gradients nobody asks for: it comes to the lock without that of the interpreter, for all
-        # leaves in one call, and nothing is recorded.
-        return DelayedError("the gradient of nothing", len(leaves))(*leaves) if leaves else None
+    if count_dispatch_modes() or count_function_modes() or any(type(t) is not RemoteTensor for t in remote):
+        with DisableTorchFunction(), disable_current_modes():
+            return _node_of_leaves(remote)
+    return _node_of_leaves(remote)
+
+
+def _node_of_leaves(tensors: list[RemoteTensor]) -> object:
+    """Return results of a node of C++ whose gradients nobody asks for.
+
+    It comes to the lock without that of the interpreter, for all leaves in one call, and nothing is recorded.
+    """
+    leaves = [t for t in tensors if t.requires_grad and t.is_leaf]
+    return DelayedError("the gradient of nothing", len(leaves))(*leaves) if leaves else None
 
 
 def _keeping(apply: types.MethodType) -> object:
