@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -110,14 +110,15 @@ def _node_of_leaves(tensors: list[RemoteTensor]) -> object:
     return DelayedError("the gradient of nothing", len(leaves))(*leaves) if leaves else None
 
 
-def _keeping(apply: types.MethodType) -> object:
+def _keeping(apply: Callable[..., object]) -> object:
     """The `apply` of an `autograd.Function`, which looks up accumulators with the interpreter lock held."""
+    plain = inspect.getattr_static(torch.autograd.Function, "apply")  # a method in C from torch 2.14 on
 
     @functools.wraps(apply)
-    def kept(cls: object, *args: object, **kwargs: object) -> object:
+    def kept(cls: type, *args: object, **kwargs: object) -> object:
         accumulators = keep_accumulators(args)
         try:
-            return apply.__func__(cls, *args, **kwargs)
+            return plain.__get__(None, cls)(*args, **kwargs)
         finally:
             del accumulators
 
