@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from skyproxy import torch_versions
 from skyproxy.tensor.ops import group_norm as group_norm_module
 
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -22,6 +23,8 @@ NORMS: dict[str, Norm] = {
     "instance": lambda x, w: F.instance_norm(x, weight=w, bias=w * 2),
 }
 FORMATS = (torch.contiguous_format, torch.channels_last)
+TOLERANCE = 0.0 if torch_versions.minor(torch.__version__) < (2, 14) else 1e-5
+"""Since 2.14 PyTorch adds what third derivatives and those of statistics are made of in another order."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -128,7 +131,7 @@ def test_channels_last_images_are_differentiated_three_times_as_on_the_cpu(
         found.append([t.detach().cpu() for t in results])
     for a, b in zip(*found, strict=True):
         assert a.stride() == b.stride()
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_statistics_of_channels_last_images_have_gradients(sky: str) -> None:
@@ -138,4 +141,4 @@ def test_statistics_of_channels_last_images_have_gradients(sky: str) -> None:
         x = images.to(device).requires_grad_()
         _, mean, deviation = torch.native_group_norm(x, None, None, 2, 4, 9, 2, 1e-5)
         found.append(torch.autograd.grad((mean * deviation).sum(), x)[0].cpu())
-    assert torch.equal(*found)
+    torch.testing.assert_close(*found, rtol=TOLERANCE, atol=TOLERANCE)
