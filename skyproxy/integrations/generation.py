@@ -33,17 +33,19 @@ _OF_RECENT_STEPS = 0.25
 _global_hooks = torch.nn.modules.module.__dict__.get
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Call:
     """One call of `_sample` whose steps leave no trace but in what it returns.
 
     Attributes:
         draws: whether its steps draw random numbers.
         positions: how many positions the model has; behind them a step may fail. None if nobody knows.
+        undone: how many steps were too many; known when it ends.
     """
 
     draws: bool
     positions: int | None
+    undone: int = 0
 
 
 _current: ContextVar[_Call | None] = ContextVar("skyproxy_generation", default=None)
@@ -88,7 +90,7 @@ class _LateStopCheck:
         self._max_length = max_length
         self._cache = cache if cache_is_returned else None
         self._streamer = streamer
-        self._draws, self._positions = call.draws, call.positions
+        self._call = call
         self._steps: deque[_Step] = deque()
         self._ended = False
         self._step_seconds = 0.0
@@ -100,7 +102,7 @@ class _LateStopCheck:
             _Step(
                 PendingScalar(unfinished_sequences.max() == 0),
                 PendingTensor(tokens) if self._streamer is not None else None,
-                KeptRandomState(self._device) if self._draws else None,
+                KeptRandomState(self._device) if self._call.draws else None,
             )
         )
         while (
@@ -118,7 +120,8 @@ class _LateStopCheck:
         """Return how many steps may be without news: as many as fit into a round trip, and one that the worker
         computes.
         """
-        if self._positions is not None and length >= self._positions:
+        positions = self._call.positions
+        if positions is not None and length >= positions:
             return 0
         delay = self._device.session.round_trip_seconds
         return min(1 + math.ceil(delay / max(self._step_seconds, 1e-5)), _MOST_STEPS_AHEAD)
@@ -139,11 +142,18 @@ class _LateStopCheck:
         """
         while self._steps and not self._ended:
             self._take_news()
-        too_many = len(self._steps)
+        too_many = self._call.undone = len(self._steps)
         self._steps.clear()
         if self._cache is not None and too_many:
             self._cache.crop(-too_many)
+            for layer in self._cache.layers:
+                layer.keys, layer.values = _in_own_memory(layer.keys), _in_own_memory(layer.values)
         return too_many
+
+
+def _in_own_memory(cut: torch.Tensor) -> torch.Tensor:
+    """Copy what was cut out of a larger tensor: row by row, without the memory of what is gone."""
+    return cut.clone(memory_format=torch.contiguous_format)
 
 
 def _may_be_undone(cache: object, is_returned: bool) -> bool:
@@ -172,15 +182,21 @@ def _describe(model: Any, arguments: dict[str, Any]) -> _Call | None:
     return _Call(bool(options.do_sample), getattr(config, "max_position_embeddings", None))
 
 
-def _keep_signature(sample: Callable[..., object]) -> Callable[..., object]:
+def _keep_signature(sample: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(sample)
-    def described(self: object, input_ids: object, *args: object, **kwargs: object) -> object:
+    def described(self: object, input_ids: object, *args: object, **kwargs: object) -> Any:
         remote = isinstance(input_ids, torch.Tensor) and input_ids.device.type == "sky" and not args
-        token = _current.set(_describe(self, kwargs) if remote else None)
+        call = _describe(self, kwargs) if remote else None
+        token = _current.set(call)
         try:
-            return sample(self, input_ids, *args, **kwargs)
+            result = sample(self, input_ids, *args, **kwargs)
         finally:
             _current.reset(token)
+        if call is not None and call.undone:
+            if isinstance(result, torch.Tensor):
+                return _in_own_memory(result)
+            result.sequences = _in_own_memory(result.sequences)
+        return result
 
     described._sky = True  # type: ignore[attr-defined]
     return described

@@ -73,6 +73,25 @@ def test_a_batch_ends_with_its_last_sequence(far: str) -> None:
     assert copy.deepcopy(local).to(far).generate(**placed(prompts(), far), **options).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_what_is_cut_has_the_memory_it_would_have(sequences: int, far: str) -> None:
+    local = make_model("Llama")
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": LONG, "eos_token_id": ended_early(local)}
+    options["return_dict_in_generate"] = True
+    inputs = {name: value[:1].repeat(sequences, 1) for name, value in prompts(1).items()}
+    expected = local.generate(**inputs, **options)
+    found = copy.deepcopy(local).to(far).generate(**placed(inputs, far), **options)
+    for ours, theirs in [
+        (found.sequences, expected.sequences),
+        (found.past_key_values.layers[0].keys, expected.past_key_values.layers[0].keys),
+        (found.past_key_values.layers[1].values, expected.past_key_values.layers[1].values),
+    ]:
+        assert ours.stride() == theirs.stride()
+        assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+        assert ours.cpu().equal(theirs)
+        ours.view(-1)
+
+
 def test_the_random_generator_is_left_where_it_would_be(far: str) -> None:
     local = make_model("Qwen2")
     remote = copy.deepcopy(local).to(far)
