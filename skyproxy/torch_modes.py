@@ -6,6 +6,7 @@ every session's record is empty.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -82,6 +83,11 @@ def set_flush_denormal(value: bool) -> None:
 def note_flush_denormal(value: bool) -> None:
     """Remembers what the program asked of `torch.set_flush_denormal`."""
     _FlushDenormal.value = value
+
+
+def flushes_denormal() -> bool:
+    """Return whether the calling thread flushes denormal numbers to zero, of which PyTorch tells nobody."""
+    return sys.float_info.min * 0.5 == 0
 
 
 def _is_bool(value: object) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from skyproxy import torch_versions
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import channels_last_stride
+from skyproxy.tensor.shapes.elementwise import channels_last_stride, preserved_stride
 from skyproxy.tensor.shapes.kernel_strides import in_kernel_order
 from skyproxy.tensor.shapes.layers import statistics_dtype
 from skyproxy.tensor.shapes.networks import FULL_PRECISION
@@ -373,8 +373,12 @@ def _pixel_shuffle(x: Meta, factor: int) -> RuleResult:
 
 @rule("pixel_unshuffle")
 def _pixel_unshuffle(x: Meta, factor: int) -> RuleResult:
-    if not _are_images(x) or type(factor) is not int or factor < 1 or x.size[2] % factor or x.size[3] % factor:
+    empty = type(x) is Meta and x.plain and len(x.size) == 4 and 0 in x.size
+    images = empty or _are_images(x)
+    if not images or type(factor) is not int or factor < 1 or x.size[2] % factor or x.size[3] % factor:
         return None
+    if empty:  # which the kernel copies as they are
+        return [(plain_meta(x.size, x.dtype, preserved_stride(x.size, x.stride)), None)]
     n, c, h, w = x.size
     return [_look_in_format_of(x, (n, c * factor * factor, h // factor, w // factor), x.dtype)]
 

@@ -229,7 +229,8 @@ def _dropout_backward(gradient: Meta, mask: Meta, scale: float) -> list[Strides]
 @_corrects("rms_norm")
 def _rms_norm(a: Meta, shape: Sequence[int], weight: Meta | None = None, eps: object = None) -> list[Strides]:
     rank = len(a.size) - len(shape)
-    rows = plain_meta(a.size, a.dtype, a.stride if is_contiguous(a.size, a.stride) else None)
+    as_it_is = is_contiguous(a.size, a.stride) or suggests_channels_last(a.size, a.stride)
+    rows = plain_meta(a.size, a.dtype, a.stride if as_it_is else None)
     stride = _stride_of(elementwise([rows, plain_meta((*a.size[:rank], *[1] * len(shape)), a.dtype)]))
     return [stride] if weight is None else _iteration_strides(plain_meta(a.size, a.dtype, stride), weight)
 

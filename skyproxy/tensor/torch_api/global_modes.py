@@ -19,7 +19,7 @@ from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
-from skyproxy.torch_modes import MODES, Record, note_flush_denormal, record_of, values_in_force
+from skyproxy.torch_modes import MODES, Record, flushes_denormal, note_flush_denormal, record_of, values_in_force
 
 _WHY = "the workers and what is remembered of operations follow each mode, in order with the operations around it"
 _TEST = "tests/tensor/torch_api/test_global_modes.py::test_a_mode_is_in_force_on_every_worker_once_it_is_set"
@@ -34,6 +34,7 @@ def follow(devices: Iterable[SkyDevice]) -> None:
     with _lock:
         if not _values:
             _install()
+            note_flush_denormal(flushes_denormal())
         _values.update(values_in_force())
         _tell(devices)
 

@@ -327,3 +327,33 @@ def test_losses_of_images_are_row_major_whatever_the_order_of_their_classes(
         result = torch.nn.functional.cross_entropy(*sent, **options)
         assert result.stride() == expected.stride()
         assert torch.equal(result.cpu(), expected)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize("size", [(1, 2, 1, 2), (2, 3, 4, 2), (1, 3, 1, 2, 2), (2, 1, 1)], ids=str)
+def test_rms_norms_of_channels_last_images_stay_channels_last(
+    sky1: str, size: tuple[int, ...], inference: bool
+) -> None:
+    x = torch.rand(size)
+    with torch.inference_mode(inference):
+        for part in (
+            x.clone(),
+            x.movedim(1, -1).contiguous().movedim(-1, 1),
+            x.repeat_interleave(2, 1)[:, ::2],
+            _reversed(x),
+        ):
+            for weight in (None, torch.rand(size[-1])):
+                sent = torch.empty_strided(part.shape, part.stride(), device=sky1).copy_(part)
+                expected = torch.nn.functional.rms_norm(part, size[-1:], weight)
+                result = torch.nn.functional.rms_norm(sent, size[-1:], None if weight is None else weight.to(sky1))
+                assert result.stride() == expected.stride()
+                assert torch.equal(result.cpu(), expected)
+
+
+def test_pixels_of_empty_images_are_unshuffled_as_locally_which_leaves_their_size(sky1: str) -> None:
+    images = torch.rand(0, 2, 4, 4)
+    for x in (images, images.contiguous(memory_format=torch.channels_last), torch.rand(2, 0, 4, 4)):
+        expected = torch.nn.functional.pixel_unshuffle(x, 2)
+        result = torch.nn.functional.pixel_unshuffle(torch.empty_strided(x.shape, x.stride(), device=sky1), 2)
+        assert (result.shape, result.stride()) == (expected.shape, expected.stride())
+        assert torch.equal(result.cpu(), expected)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -210,6 +212,18 @@ def test_denormal_numbers_are_flushed_where_the_program_says_so(sky: str) -> Non
     assert flushed() == 1
     torch.set_flush_denormal(False)
     assert flushed() == 0
+
+
+def test_denormal_numbers_are_flushed_where_the_program_said_so_before_there_was_a_device() -> None:
+    source = (
+        "import torch\ntorch.set_flush_denormal(True)\nimport skyproxy\n"
+        "x = torch.full((64,), 1e-39)\n"
+        "assert torch.equal((x.to('sky') * 1.0).cpu().view(torch.int32), (x * 1.0).view(torch.int32))\n"
+        "assert torch.sky.modes_in_force('sky')['flush_denormal']\n"
+        "torch.set_flush_denormal(False)\n"
+        "assert torch.equal((x.to('sky') * 1.0).cpu().view(torch.int32), (x * 1.0).view(torch.int32))\n"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=60)
 
 
 @pytest.mark.filterwarnings("ignore:Flash attention kernel not used")
