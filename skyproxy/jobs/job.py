@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from skyproxy.errors import ConfigurationError, JobFailedError, ProtocolError, visible
+from skyproxy.errors import ConfigurationError, JobFailedError, ProtocolError, SkyproxyError, visible
 from skyproxy.jobs.link import WAIT_SECONDS, JobLink, OpenConnection, Row, result_bytes
 from skyproxy.jobs.output import JobLine, followed_lines, kept_lines
 from skyproxy.settings import SETTINGS
@@ -246,15 +246,16 @@ class Job:
         Args:
             wait: until it has ended.
 
+        Raises:
+            ConnectError: a node cannot be reached; the others were asked.
+
         Example:
             ```python
             job = node.submit_job("train.py")
             job.cancel()
             ```
         """
-        for open_connection in self._nodes:
-            with JobLink(open_connection) as link:
-                link.ask("cancel", name=self.name)
+        self._on_each_node(lambda link: link.ask("cancel", name=self.name))
         if wait:
             self.wait()
 
@@ -268,9 +269,19 @@ class Job:
             job.remove()
             ```
         """
+        self._on_each_node(lambda link: link.order("remove", {"name": self.name}))
+
+    def _on_each_node(self, ask: Callable[[JobLink], object]) -> None:
+        """Ask all nodes, also where one refuses or cannot be reached; the first such error is raised in the end."""
+        first_error: SkyproxyError | None = None
         for open_connection in self._nodes:
-            with JobLink(open_connection) as link:
-                link.order("remove", {"name": self.name})
+            try:
+                with JobLink(open_connection) as link:
+                    ask(link)
+            except SkyproxyError as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
     def __repr__(self) -> str:
         return f"<Job {self.name}, on {len(self._nodes)} node{'s' * (len(self._nodes) != 1)}>"

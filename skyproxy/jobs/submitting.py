@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, SkyproxyError
 from skyproxy.functions.scripts import Script, describe_script, pack_for
 from skyproxy.jobs.documents import function_document, new_name, script_document
 from skyproxy.jobs.job import Job
 from skyproxy.jobs.link import JobLink, OpenConnection, send_job
 from skyproxy.jobs.options import JobOptions
 from skyproxy.runtime.instance import InstanceInfo, Peer
+
+logger = logging.getLogger("skyproxy")
 
 _ALONE = InstanceInfo(peers=(Peer(0, 0, "127.0.0.1"),))
 
@@ -65,8 +68,10 @@ def submit_script(script: Script, places: Sequence[JobWorker], options: JobOptio
 
 
 def _take_back(name: str, places: Sequence[JobWorker]) -> None:
-    if places:
+    try:
         Job(name, [place.open_connection for place in places]).cancel(wait=False)
+    except SkyproxyError as error:  # why it did not begin everywhere is what its caller has to know
+        logger.warning("skyproxy: the job %s may run on a part of its nodes: %s", name, error)
 
 
 def submit_function(

@@ -92,17 +92,19 @@ class WorkerJob:
             raise
 
     def stop(self, state: str) -> None:
-        """Have it end: SIGTERM, and SIGKILL when its grace is over. Idempotent; the first reason counts.
+        """Have it end: SIGTERM, and SIGKILL when its grace is over. Idempotent; what was cancelled is not preempted.
 
         Args:
             state: `CANCELLED`, or `PREEMPTED` where it is started again with the worker.
         """
         with self._lock:
+            stands_still = not self.is_running or self.record.state == PREEMPTED
+            if stands_still and state == CANCELLED and not self.record.has_ended:
+                self._note(CANCELLED)
             if not self.is_running:
-                if state == CANCELLED and not self.record.has_ended:
-                    self._note(CANCELLED)
                 return
-            self._stop = self._stop or state
+            if self._stop != CANCELLED:
+                self._stop = state
         self._stopping.set()
 
     def wait(self, timeout_seconds: float) -> bool:

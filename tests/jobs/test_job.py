@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from skyproxy.errors import ConnectError, JobFailedError, ProtocolError, UnknownJobError
+from skyproxy.errors import ConfigurationError, ConnectError, JobFailedError, ProtocolError, UnknownJobError
 from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
 from skyproxy.jobs.link import JobLink, log_pieces, send_job
+from skyproxy.jobs.options import JobOptions
+from skyproxy.jobs.submitting import JobWorker, script_of_target, submit_script
 from skyproxy.transport.base import Transport
 from skyproxy_server.jobs.records import RUNNING
 from tests.jobs.workers import opener, worker_with_jobs
@@ -171,6 +173,38 @@ def test_a_job_of_several_nodes_is_as_good_as_its_worst_part(tmp_path: Path) -> 
         job.remove()
         with pytest.raises(UnknownJobError):
             job.status()
+
+
+def test_a_node_that_is_gone_keeps_no_other_from_being_cancelled_and_removed(tmp_path: Path) -> None:
+    with worker_with_jobs(tmp_path / "one") as (first, _):
+        gone = opener(first)
+    with worker_with_jobs(tmp_path / "two") as (second, store):
+        own = start(opener(second), payload_of(tmp_path, LONG))
+        job = Job("mine", [gone, opener(second)])
+        with pytest.raises(ConnectError):
+            job.cancel(wait=False)
+        assert own.wait(PATIENCE_SECONDS).state == "cancelled"
+        with pytest.raises(ConnectError):
+            job.remove()
+        assert store.rows(None) == []
+
+
+def test_why_a_job_did_not_begin_on_all_nodes_is_told_though_the_others_are_gone_by_then(tmp_path: Path) -> None:
+    def refuse() -> Transport:
+        raise ConfigurationError("no jobs here")
+
+    with worker_with_jobs(tmp_path / "jobs") as (worker, _):
+        connections = [opener(worker)]
+
+        def open_once() -> Transport:
+            if not connections:
+                raise ConnectError("gone")
+            return connections.pop()()
+
+        (tmp_path / "a.py").write_text(LONG)
+        script = script_of_target(tmp_path / "a.py", (), module=False, nproc_per_node=None, env=None)
+        with pytest.raises(ConfigurationError, match="no jobs here"):
+            submit_script(script, [JobWorker(open_once), JobWorker(refuse)], JobOptions("mine"), torchrun=False)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,17 @@ signal.signal(signal.SIGTERM, save)
 print("begun", flush=True)
 time.sleep(600)
 """
+SAVES_SLOWLY = """
+import os, signal, sys, time
+def save(*_):
+    print("saving", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("begun", flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -85,6 +96,24 @@ def test_a_preempted_job_saves_its_state_and_goes_on_with_the_next_worker(tmp_pa
         assert (again.record.state, again.record.preemptions, again.record.restarts) == (SUCCEEDED, 1, 0)
         assert "again 1 state" in text_of(again)
         assert text_of(again).startswith("begun")
+    finally:
+        after.close()
+
+
+def test_a_job_that_is_cancelled_while_its_worker_ends_does_not_go_on_with_the_next_one(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    before = Jobs(tmp_path / "jobs", limits())
+    job = submit(before, payload_of(tmp_path, SAVES_SLOWLY, str(gate)), name="mine")
+    wait_for_text(job, "begun")
+    before.preempt()
+    wait_for_text(job, "saving")
+    before.cancel(ME, "mine")
+    gate.touch()
+    before.close()
+    assert job.record.state == CANCELLED
+    after = Jobs(tmp_path / "jobs", limits())
+    try:
+        assert ended(after.find(ME, "mine")).record.state == CANCELLED
     finally:
         after.close()
 
