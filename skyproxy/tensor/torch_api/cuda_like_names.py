@@ -176,14 +176,19 @@ def install() -> None:
     """Put these names into `torch.sky`."""
     DEVICES.before_new[_install_for_devices] = None
     amp = _amp()
-    patching.enter(
-        sys,
-        "modules",
-        "torch.sky.amp",
-        amp,
-        why="`import torch.sky.amp`",
-        test="tests/tensor/torch_api/test_cuda_like_names.py::test_mixed_precision_can_be_imported_as_that_of_cuda",
-    )
+    queries = cuda_like_queries.names()
+    sky_module.MODULE.__dict__.update(queries)
+    parts = _parts()
+    importable = {"amp": amp, "amp.autocast_mode": amp, "amp.grad_scaler": amp, "nvtx": queries["nvtx"], **parts}
+    for name, part in importable.items():
+        patching.enter(
+            sys,
+            "modules",
+            f"torch.sky.{name}",
+            part,
+            why="`import torch.sky.amp` and its like",
+            test="tests/tensor/torch_api/test_cuda_like_names.py::test_parts_can_be_imported_as_those_of_cuda",
+        )
     kinds = {
         # The name with its module, which is what `Tensor.type` reads.
         name: _TensorType(
@@ -191,7 +196,6 @@ def install() -> None:
         )
         for name, dtype in _LEGACY_DTYPES.items()
     }
-    sky_module.MODULE.__dict__.update(cuda_like_queries.names())
     sky_module.MODULE.__dict__.update(
         amp=amp,
         default_generators=_DefaultGenerators(),
@@ -199,7 +203,7 @@ def install() -> None:
         AcceleratorError=torch.AcceleratorError,
         get_sync_debug_mode=sync_debug.get_sync_debug_mode,
         set_sync_debug_mode=sync_debug.set_sync_debug_mode,
-        **_parts(),
+        **parts,
         **kinds,
         **_storage_types(),
     )

@@ -129,7 +129,11 @@ def get_gencode_flags() -> str:
     return ""
 
 
+_NO_RECORD = "workers keep no record of single allocations; torch.sky.memory_summary() has the sums"
 _MISSING = {
+    "_dump_snapshot": _NO_RECORD,
+    "_record_memory_history": _NO_RECORD,
+    "_snapshot": _NO_RECORD,
     "caching_allocator_alloc": "memory of a worker has no address in this process; torch.empty(..., device='sky') has",
     "caching_allocator_delete": "memory of a worker has no address in this process; `del` frees a tensor's",
     "caching_allocator_enable": "the worker's allocator is chosen where the worker is started",
@@ -140,7 +144,7 @@ _MISSING = {
     "current_solver_handle": "handles of cuSOLVER are the worker's; skyproxy.run(function) runs a function there",
     "get_stream_from_external": "streams of other libraries live in this process, and those of sky on a worker",
     "list_gpu_processes": "workers do not tell who else uses their devices; torch.sky.mem_get_info() has free bytes",
-    "memory_snapshot": "workers keep no record of single allocations; torch.sky.memory_summary() has the sums",
+    "memory_snapshot": _NO_RECORD,
     "memory_usage": "workers do not watch how busy memory is; torch.sky.device_memory_used() has the bytes",
     "power_draw": "workers do not watch their devices' power",
     "temperature": "workers do not watch their devices' temperature",
@@ -258,6 +262,9 @@ _OTHERS = (
     "recommended_max_memory",
 )
 _MISSING_OF_MEMORY = (
+    "_dump_snapshot",
+    "_record_memory_history",
+    "_snapshot",
     "caching_allocator_alloc",
     "caching_allocator_delete",
     "caching_allocator_enable",

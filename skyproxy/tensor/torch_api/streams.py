@@ -43,6 +43,7 @@ class Event(_plain_event):  # type: ignore[misc]
         enable_timing: whether `elapsed_time` will be asked for.
         blocking: for code written for CUDA.
         interprocess: not possible.
+        external: for code written for CUDA; a captured graph keeps the order of recording.
         device: the device on which it will be recorded; by default that of the stream.
 
     Attributes:
@@ -54,6 +55,8 @@ class Event(_plain_event):  # type: ignore[misc]
         enable_timing: bool = False,
         blocking: bool = False,
         interprocess: bool = False,
+        external: bool = False,
+        *,
         device: DeviceLike = None,
     ) -> Any:
         if interprocess:

@@ -23,9 +23,26 @@ def test_mixed_precision_is_where_cuda_has_it(sky1: str) -> None:
     assert torch.sky.amp.GradScaler(init_scale=4.0).scale(x.sum()).item() == 16
 
 
-def test_mixed_precision_can_be_imported_as_that_of_cuda(sky: str) -> None:
-    assert importlib.import_module("torch.sky.amp") is torch.sky.amp
-    assert importlib.import_module("torch.sky.amp").GradScaler is torch.sky.amp.GradScaler
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("amp", "GradScaler"),
+        ("amp.autocast_mode", "autocast"),
+        ("amp.grad_scaler", "GradScaler"),
+        ("graphs", "graph"),
+        ("memory", "empty_cache"),
+        ("nvtx", "range_push"),
+        ("random", "manual_seed"),
+        ("streams", "Event"),
+    ],
+)
+def test_parts_can_be_imported_as_those_of_cuda(part: str, name: str, sky: str) -> None:
+    ours, theirs = (importlib.import_module(f"torch.{kind}.{part}") for kind in ("sky", "cuda"))
+    assert hasattr(theirs, name)
+    assert ours is getattr(torch.sky, part.split(".")[0])
+    namespace: dict[str, object] = {}
+    exec(f"from torch.sky.{part} import {name}", namespace)
+    assert namespace[name] is getattr(ours, name)
 
 
 @pytest.mark.parametrize("part", ["random", "memory"])

@@ -135,6 +135,13 @@ def test_what_has_no_meaning_says_so(name: str, sky: str) -> None:
         getattr(torch.sky, name)(0)
 
 
+@pytest.mark.parametrize("name", ["_dump_snapshot", "_record_memory_history", "_snapshot"])
+def test_a_recipe_for_snapshots_of_memory_is_told_that_there_are_none(name: str, sky: str) -> None:
+    assert hasattr(torch.cuda.memory, name)
+    with pytest.raises(NotImplementedError, match="keep no record of single allocations"):
+        getattr(torch.sky.memory, name)()
+
+
 def test_ranges_are_seen_by_profiles(sky: str) -> None:
     nvtx = torch.sky.nvtx
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -146,3 +146,9 @@ def test_threads_of_a_data_loader_begin_with_the_first_device(sky: str, sky1: st
         batches = [batch.to(sky1) for (batch,) in torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True)]
         assert torch.sky.current_device() == 1
     assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
+
+
+def test_an_event_is_made_with_the_arguments_that_cuda_takes(sky: str) -> None:
+    for event in (torch.sky.Event(True, False, False, True), torch.sky.Event(enable_timing=True, external=True)):
+        event.record()
+        assert event.elapsed_time(event) == 0
