@@ -157,3 +157,17 @@ def histogram(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -
         return torch.histc(values, bins, min, max)
     # Exact: a double holds every count, and every integer up to 2^53.
     return torch.histc(values.double(), bins, min, max).to(values.dtype)
+
+
+@_override("aten::addbmm_")
+def addbmm_in_place(
+    target: Tensor, first: Tensor, second: Tensor, *, beta: float | complex = 1, alpha: float | complex = 1
+) -> Tensor:
+    """Add products of matrices, (B, N, M) and (B, M, P), to a target that broadcasts to (N, P) and gets that size.
+
+    PyTorch's kernel resizes the target before it looks at dtypes. So one product is tried beside it first: an operation
+    that is refused leaves the target alone.
+    """
+    if first.dim() == second.dim() == 3:
+        torch.addbmm(target, first[:1], second[:1], beta=beta, alpha=alpha)
+    return target.addbmm_(first, second, beta=beta, alpha=alpha)

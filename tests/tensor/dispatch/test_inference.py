@@ -472,3 +472,21 @@ def test_what_reduces_more_than_64_dimensions_is_refused_at_its_line(sky1: str) 
     for device in ("cpu", sky1):
         with pytest.raises(RuntimeError, match="only tensors with up to 64 dims are supported"):
             torch.ones([1] * 69, device=device).amax(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
+@pytest.mark.parametrize("size", [(), (1,), (1, 5), (5, 5)], ids=str)
+def test_a_refused_sum_of_products_leaves_its_target_alone(
+    sky1: str, size: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """PyTorch's kernel resizes the target before it refuses."""
+    target, factors = torch.ones(size, dtype=dtype, device=sky1), torch.ones(2, 5, 5, device=sky1)
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        target.addbmm_(factors, factors, beta=3)
+    assert target.shape == size
+    assert torch.equal((target + 1).cpu(), torch.full(size, 2, dtype=dtype))
+    factors = factors.to(dtype)
+    expected = torch.ones(size, dtype=dtype).addbmm_(factors.cpu(), factors.cpu(), beta=3)
+    target.addbmm_(factors, factors, beta=3)
+    assert target.shape == expected.shape
+    assert torch.equal(target.cpu(), expected)
