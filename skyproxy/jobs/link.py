@@ -191,6 +191,7 @@ def log_pieces(link: JobLink, name: str, offset: int, *, follow: bool) -> Iterat
     """
     seconds = WAIT_SECONDS if follow else 0.0
     is_within_line = False
+    end: int | None = None
     while True:
         answer, data = link.ask("log", name=name, offset=offset, limit=SETTINGS.chunk_bytes, wait_seconds=seconds)
         begin = max(_whole_number(answer.get("offset")), 0)
@@ -202,7 +203,9 @@ def log_pieces(link: JobLink, name: str, offset: int, *, follow: bool) -> Iterat
             yield data
             is_within_line = not data.endswith(b"\n")
         offset = begin + len(data)
-        if not answer.get("more") or (not data and not follow):
+        if end is None and not follow:
+            end = _whole_number(answer.get("log_bytes"))  # of now: a job that prints on and on would keep us for ever
+        if not answer.get("more") or (end is not None and (not data or offset >= end)):
             return
 
 

@@ -175,6 +175,18 @@ def test_a_job_of_several_nodes_is_as_good_as_its_worst_part(tmp_path: Path) -> 
             job.status()
 
 
+def test_the_output_of_a_job_that_prints_without_end_has_one_where_it_is_not_followed() -> None:
+    class Printing(JobLink):
+        asked = 0
+
+        def ask(self, action: str, **value: Any) -> tuple[dict[str, Any], bytes]:
+            self.asked += 1
+            assert self.asked <= 3
+            return {"offset": value["offset"], "more": True, "log_bytes": value["offset"] + 6}, b"x\n"
+
+    assert list(log_pieces(Printing(lambda: pytest.fail("nothing is opened")), "mine", 0, follow=False)) == [b"x\n"] * 3
+
+
 def test_a_node_that_is_gone_keeps_no_other_from_being_cancelled_and_removed(tmp_path: Path) -> None:
     with worker_with_jobs(tmp_path / "one") as (first, _):
         gone = opener(first)
