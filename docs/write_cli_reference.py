@@ -19,7 +19,8 @@ HEAD = """\
 `docs/write_cli_reference.py`.
 
 Results go to standard output and everything else to standard error; every command that reads has `--json`. Progress is
-shown on a terminal only. `skyproxy --install-completion` teaches your shell to complete commands and names.
+shown on a terminal only. `skyproxy --version` prints one line, and `python -m skyproxy` is the
+same command. `skyproxy --install-completion` teaches your shell to complete commands and names.
 
 ## Exit status
 

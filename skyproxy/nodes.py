@@ -30,6 +30,7 @@ from skyproxy.settings import SETTINGS
 from skyproxy.tensor.activation import activate
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.dispatch.fake_tensors import prepare
+from skyproxy.transport.addresses import parse_url
 from skyproxy.transport.links import is_link, read_url
 from skyproxy.transport.shared_threads import SharedThreads, shared_threads
 from skyproxy.transport.trust import client_context
@@ -208,6 +209,7 @@ def _connect(
     activate()
     tell_misspelt_variables()  # first: the variable with the token may be one of them
     token = token or os.environ.get("SKYPROXY_TOKEN")
+    parse_url(url, token or "")  # before it: a token does not help where the url is wrong
     if not token:
         raise ConfigurationError(
             f"no token for {url}. Pass token=..., or set SKYPROXY_TOKEN; the worker was started with --token-file."

@@ -245,6 +245,7 @@ def _rates(before: dict[str, Any], report: dict[str, Any], seconds: float) -> di
 
 
 def _top_table(worker: str, report: dict[str, Any]) -> Any:
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
@@ -255,8 +256,8 @@ def _top_table(worker: str, report: dict[str, Any]) -> Any:
         f"operations a second {rate:,.0f}" if rate is not None else "",
         f"idle {age_text(report.get('idle_seconds'))}",
     ]
-    title = Text(visible(f"{worker}: " + ", ".join(text for text in caption if text)))
-    table = Table(box=None, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    title = Text(visible(f"{worker}: " + ", ".join(text for text in caption if text)), style="bold")
+    table = Table(box=None, pad_edge=False)
     for column in ("DEVICE", "NAME", "USED", "TOTAL", "BUSY"):
         table.add_column(column)
     for row in report.get("devices", ()):
@@ -269,7 +270,7 @@ def _top_table(worker: str, report: dict[str, Any]) -> Any:
             "" if busy is None else f"{busy}%",
         )
         table.add_row(*(Text(visible(cell)) for cell in cells))
-    return table
+    return Group(title, table)  # a table's own title is broken at the table's width
 
 
 def gpus(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -108,6 +108,27 @@ app.add_typer(sessions.app, name="sessions", rich_help_panel="Using one")
 app.add_typer(tokens.app, name="token", rich_help_panel="Using one")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        show_line(f"skyproxy {_version_of('skyproxy')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version of skyproxy and exit; skyproxy version prints more.",
+        ),
+    ] = False,
+) -> None:
+    """Take what stands before the command."""
+
+
 @app.command("version", rich_help_panel="This machine", epilog=examples_text("skyproxy version"))
 def version_command(as_json: Json = False) -> None:
     """Print the versions of skyproxy and its main dependencies."""
@@ -132,10 +153,10 @@ def _version_of(distribution: str) -> str:
 
 
 def main() -> None:
-    """The entry point of the `skyproxy` command."""
+    """The entry point of the `skyproxy` command, which is `python -m skyproxy`, too."""
     if sys.argv[1:2] not in _TELL_OF_VARIABLES:
         tell_misspelt_variables()
-    app()
+    app(prog_name="skyproxy")
 
 
 if __name__ == "__main__":

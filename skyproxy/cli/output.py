@@ -24,11 +24,16 @@ Row = dict[str, Any]
 
 _GAP = 2
 _SHORTEST = 5
+_UNBROKEN = 1 << 16
 
 
 def console() -> Console:
-    """Return the console for results; made anew each time, because tests and notebooks replace the streams."""
-    return Console(file=sys.stdout, highlight=False)
+    """Return the console for results; made anew each time, because tests and notebooks replace the streams.
+
+    Lines are broken where a terminal ends, or where `COLUMNS` says so, and nowhere in a file or a pipe.
+    """
+    ends = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(file=sys.stdout, highlight=False, width=None if ends else _UNBROKEN)
 
 
 def show_line(text: str) -> None:

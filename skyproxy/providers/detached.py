@@ -6,6 +6,7 @@ Each has a folder of its own, readable by its owner alone: a record of the proce
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
@@ -183,8 +184,9 @@ def start_detached(
 
     Raises:
         ConfigurationError: there is a living one of that name, or the name cannot be one.
-        WorkerStartError: it ended, or did not listen in time; with the end of its log.
+        WorkerStartError: torch is not installed; or it ended, or did not listen in time, with the end of its log.
     """
+    _check_torch()
     variables = dict(env or {})
     claimed = DetachedWorker(
         checked_name(name),
@@ -348,6 +350,19 @@ def local_address(name: str) -> tuple[str, str]:
     return url, worker.token()
 
 
+def _check_torch() -> None:
+    """Raise before a process is started that would only say the same in a traceback."""
+    try:
+        found = importlib.util.find_spec("torch") is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise WorkerStartError(
+            f"a worker on this machine needs torch, which is not installed for {sys.executable}. "
+            f"Install it: {install_command('server')}"
+        )
+
+
 def _spawn(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     flags = 0
     if os.name == "nt":
@@ -379,8 +394,7 @@ def _wait_until_it_listens(worker: DetachedWorker, process: subprocess.Popen[byt
         if status is not None or time.monotonic() > deadline:
             how = f"ended with status {status}" if status is not None else "did not listen in time"
             raise WorkerStartError(
-                f"the worker {worker.name!r} {how}. The end of its log:\n{worker.log_tail()}\n"
-                f"A worker needs torch: {install_command('server')}. See: skyproxy doctor"
+                f"the worker {worker.name!r} {how}. The end of its log:\n{worker.log_tail()}\nSee: skyproxy doctor"
             )
         time.sleep(_POLL_SECONDS)
 

@@ -74,7 +74,10 @@ def ask_worker(
         answer = connection.getresponse()
         body = answer.read(_MAX_BYTES)
         if answer.status in (401, 403):
-            raise AuthenticationError(f"the worker at {shown} refused the token. Connect again: skyproxy connect NAME")
+            raise AuthenticationError(
+                f"the worker at {shown} refused the token. Connect again with the one that it was started "
+                "with: skyproxy connect URL --token-file FILE"
+            )
         if answer.status != 200:
             raise ConnectError(
                 f"the worker at {shown} does not report its state (HTTP {answer.status}). Is it a skyproxy worker?"

@@ -207,3 +207,12 @@ def test_a_variable_that_cannot_be_read_is_told_without_a_traceback(home: Path) 
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Error: SKYPROXY_MAX_HANDLES='many' is not a number. Example: SKYPROXY_MAX_HANDLES=1000\n"
+
+
+def test_the_version_is_an_option_and_python_runs_the_package() -> None:
+    command = [sys.executable, "-m", "skyproxy", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == run("--version").output
+    assert done.stdout.startswith("skyproxy ")
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""

@@ -126,3 +126,11 @@ def test_who_wants_no_colours_gets_none(monkeypatch: pytest.MonkeyPatch, value: 
 def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     show_table(("name",), [{"name": "[red]a[/red]"}], "")
     assert "[red]a[/red]" in capsys.readouterr().out
+
+
+def test_lines_of_results_are_not_broken_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    show_table(("name", "details"), [{"name": "dev", "details": "x" * 300}], "none")
+    assert capsys.readouterr().out.splitlines()[1] == "dev   " + "x" * 300

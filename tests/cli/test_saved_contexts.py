@@ -86,6 +86,7 @@ def test_a_refused_token_ends_with_5_and_keeps_nothing(run: Run, worker: LocalWo
     result = run("connect", worker.url, "--token-file", str(token))
     assert result.exit_code == 5
     assert "refused the token" in result.output
+    assert "connect URL --token-file FILE" in result.output
     assert ContextStore().names() == []
 
 

@@ -98,3 +98,13 @@ def test_a_cluster_that_is_configured_is_still_asked(home: Path) -> None:
     config.write_text("current-context: nowhere\ncontexts: []\n", encoding="ascii")
     done = subprocess.run([sys.executable, "-c", _LISTING_PROGRAM, "list"], capture_output=True, text=True, timeout=120)
     assert "has no context 'nowhere'" in done.stderr or "cannot be used" in done.stderr, done.stderr
+
+
+def test_no_worker_is_started_here_without_torch(home: Path) -> None:
+    command = [sys.executable, "-c", _PROGRAM, "up", "dev", "--provider", "local"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr
+    assert "needs torch, which is not installed" in done.stderr
+    assert "pip install" in done.stderr
+    assert list(home.rglob("worker.json")) == []

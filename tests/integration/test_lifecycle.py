@@ -189,3 +189,10 @@ def test_no_token_is_in_arguments_or_environment(node: skyproxy.Node) -> None:
     assert token not in repr(node)
     assert token not in node._worker.output()
     wait_for(lambda: node.alive, "it lives")
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8765", "http://localhost:8765"])
+def test_a_wrong_url_is_named_before_a_missing_token(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SKYPROXY_TOKEN", raising=False)
+    with pytest.raises(ConfigurationError, match="must begin with ws:// or wss://"):
+        skyproxy.connect(url)

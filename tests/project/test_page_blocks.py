@@ -92,3 +92,13 @@ def test_a_reason_is_given_for_each_that_is_not_run() -> None:
     used = {line.split()[0] for page in pages() for line in command_lines(page)}
     assert COMMANDS_NOT_RUN.keys() - used == set(), "named, and on no page any more"
     assert all(len(reason) > 3 for reason in (*COMMANDS_NOT_RUN.values(), *NOT_RUN.values()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_training_of_the_tutorial_learns(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    torch.manual_seed(seed)
+    program = "\n".join(blocks("docs/tutorial/first-tensor.md", "python")).replace('"sky:0"', '"cpu"')
+    exec(program.replace('"sky"', '"cpu"'), {})  # the numbers are the same there, and no worker is started
+    assert float(capsys.readouterr().out.split()[-1]) < 0.01

@@ -299,6 +299,9 @@ def copy_with_warning(
 def _new(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     if kwargs.get("device") is None and not args and len(kwargs) == ("device" in kwargs):
         return self.new_empty(0)  # PyTorch's own `new(device=...)` takes the first device all the same
+    if len(args) == 1 and isinstance(args[0], torch.TypedStorage) and args[0].dtype == self.dtype:
+        # PyTorch asks beside `device=` whether it is a size, and a typed storage warns when it is asked for its length.
+        args = (args[0]._untyped_storage,)
     if len(args) != 1 or not isinstance(args[0], torch.Tensor):
         kwargs["device"] = _device_of_new(self, kwargs.get("device"))
     return torch.Tensor.new(self, *args, **kwargs)  # type: ignore[call-overload,no-any-return]

@@ -389,3 +389,11 @@ def test_the_class_of_a_tensor_lies_in_torch_as_those_of_other_devices_do(sky1: 
         assert kind.__module__.partition(".")[0] == "torch"
         assert getattr(sys.modules[kind.__module__], kind.__qualname__) is kind
         assert pickle.loads(pickle.dumps(kind)) is kind
+
+
+def test_new_of_a_storage_warns_of_nothing(sky: str, recwarn: pytest.WarningsRecorder) -> None:
+    x = torch.arange(3.0, device=sky)
+    for storage in (x._typed_storage(), x.untyped_storage()):  # what a loader's processes collate with
+        y = x.new(storage)
+        assert (y.device, y.tolist()) == (x.device, [0.0, 1.0, 2.0])
+    assert not recwarn.list
