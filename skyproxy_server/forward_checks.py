@@ -111,7 +111,7 @@ def _distances_of_two(given: dict[str, Any]) -> None:
     gradient = "grad_output" if "grad_output" in given else "grad"  # the former from torch 2.14 on
     left, right, grad, distances = (given[name] for name in ("x1", "x2", gradient, "cdist"))
     require(left.dim() >= 2 and right.dim() >= 2 and left.shape[-1] == right.shape[-1], "points have one dimension")
-    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    batch = torch._C._infer_size(left.shape[:-2], right.shape[:-2])
     size = (*batch, left.shape[-2], right.shape[-2])
     # Of one sample, `vmap` leaves the batch's dimension in front.
     more = grad.dim() - len(size)

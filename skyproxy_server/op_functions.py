@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def _keep_sizes(written: list[torch.Tensor], read: list[object]) -> None:
     known = {id(tensor) for tensor in operands}
     for tensor in written:
         if id(tensor) in known and any(other.shape != tensor.shape for other in operands):
-            shape = torch.broadcast_shapes(*(other.shape for other in operands))
+            shape = reduce(torch._C._infer_size, (other.shape for other in operands))
             if shape != tensor.shape:
                 raise RuntimeError(
                     f"output with shape {list(tensor.shape)} doesn't match the broadcast shape {list(shape)}"

@@ -36,6 +36,22 @@ here = sorted(sys.modules)
 print(json.dumps([here, node.run(lambda: sorted(sys.modules))]))
 """
 
+UNLIKELY = """
+import sys
+import torch, skyproxy
+
+node = skyproxy.connect({url!r}, token={token!r})
+x = torch.ones(3, 2, device="sky:0", requires_grad=True)
+torch.cdist(x, torch.zeros(4, 2, device="sky:0")).sum().backward()
+y = torch.ones(2, 1, device="sky:0")
+try:
+    torch.add(y, torch.ones(2, 3, device="sky:0"), out=y)
+    torch.sky.synchronize()
+except RuntimeError as error:
+    print(error)
+print(x.grad.cpu().shape == x.shape, *node.run(lambda: sorted({{"sympy", "torch._dynamo"}} & set(sys.modules))))
+"""
+
 WITHOUT_US = """
 import json, sys
 import torch
@@ -104,6 +120,13 @@ def test_a_first_value_loads_on_either_side_what_it_needs_and_no_more(tmp_path: 
     assert parts & folders <= PACKAGES_OF_THE_FIRST_VALUE
     assert {name for name in ours if name.startswith("skyproxy.jobs.")} == {"skyproxy.jobs.node_jobs"}
     assert packages(there - torch_alone) - OF_EITHER_SIDE <= {"psutil", "skyproxy_server"}
+
+
+def test_a_worker_loads_no_symbols_to_check_what_clients_ask_of_kernels(tmp_path: Path) -> None:
+    with worker(tmp_path) as (url, token):
+        *refusal, values = succeed(UNLIKELY.format(url=url, token=token), timeout=100).splitlines()
+    assert "output with shape [2, 1] doesn't match the broadcast shape [2, 3]" in refusal[0]
+    assert values == "True"
 
 
 def test_what_the_first_fake_tensor_needs_is_loaded_as_at_the_top_of_a_program(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class _Selection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, mask = ctx.saved_tensors
-        spread = x.detach().expand(torch.broadcast_shapes(x.shape, mask.shape))
+        spread = x.detach().expand(torch._C._infer_size(x.shape, mask.shape))
         return torch.zeros_like(spread).masked_scatter_(mask, gradient).sum_to_size(x.shape), None
 
 
