@@ -88,23 +88,25 @@ def test_a_number_that_a_kernel_refuses_is_refused_at_its_line(name: str, sky: s
 def test_a_number_is_put_where_the_dtype_has_it_and_refused_at_its_line_elsewhere(
     dtype: torch.dtype, value: complex, sky: str, sky1: str
 ) -> None:
-    here, chosen = torch.zeros(3, dtype=dtype), torch.tensor([False, True, False])
-    refused = None
-    try:
-        here[0] = value
-    except RuntimeError as error:
-        refused = str(error)
-    for device in (sky, sky1):
-        there = torch.zeros(3, dtype=dtype, device=device)
-        for at in (0, slice(0, 1), chosen.to(device), chosen.to(device).nonzero()[0]):
+    # Each form on its own: on torch 2.15 the CPU's kernels of one form take or name what those of another do not.
+    chosen = torch.tensor([False, True, False])
+    for at in (0, slice(0, 1), chosen, chosen.nonzero()[0]):
+        here, refused = torch.zeros(3, dtype=dtype), None
+        try:
+            here[at] = value
+        except RuntimeError as error:
+            refused = str(error)
+        for device in (sky, sky1):
+            there, place = torch.zeros(3, dtype=dtype, device=device), at
+            if isinstance(at, torch.Tensor):
+                place = at.to(device)
             if refused is None:
-                there[at] = value
-                continue
-            with pytest.raises(RuntimeError) as found:
-                there[at] = value
-            assert str(found.value).splitlines()[0] == refused.splitlines()[0]
-        torch.sky.synchronize()
-        assert torch.equal(there[:1].cpu(), here[:1]) or value != value
+                there[place] = value
+            else:
+                with pytest.raises(RuntimeError) as found:
+                    there[place] = value
+                assert str(found.value).splitlines()[0] == refused.splitlines()[0]
+            assert torch.allclose(there.cpu(), here, rtol=0, atol=0, equal_nan=True)
 
 
 def test_checks_draw_no_random_numbers_of_the_program_and_wait_for_nothing(sky: str) -> None:
