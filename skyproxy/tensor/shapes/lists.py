@@ -173,6 +173,14 @@ def _norms(items: list[Meta], order: object = 2, dtype: torch.dtype | None = Non
     return [[one[a] for a in items]]
 
 
+@rule("_foreach_max")
+def _maxima(items: list[Meta]) -> RuleResult:
+    if not items or not all(a.plain and a.dtype in FLOATS and 0 not in a.size for a in set(items)):
+        return None
+    one = {a: (plain_meta((), a.dtype), None) for a in set(items)}
+    return [[one[a] for a in items]]
+
+
 @rule("_foreach_copy_")
 def _copies(targets: list[Meta], sources: list[Meta], non_blocking: bool = False) -> RuleResult:
     def works(target: Meta, source: Meta) -> bool:

@@ -194,3 +194,13 @@ def test_lists_that_are_filled_are_counted_as_changed(fill: Callable[..., object
         assert x._version == 0
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
+
+
+def test_maxima_of_a_list_have_a_rule(sky: str) -> None:
+    items = [torch.randn(3, 4), torch.randn(5).bfloat16(), torch.randn(2, 2).t()]
+    found = RULES["aten::_foreach_max"]([look(a) for a in items])
+    expected = torch._foreach_max(items)
+    assert found == [[(look(a), None) for a in expected]]
+    assert RULES["aten::_foreach_max"]([look(torch.ones(0))]) is None
+    for a, b in zip(torch._foreach_max([a.to(sky) for a in items]), expected, strict=True):
+        assert torch.equal(a.cpu(), b)
