@@ -20,12 +20,13 @@ from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.host_copies import forget_copy, know_element
-from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass, rule_registry
 from skyproxy.tensor.core.user_lines import FOREIGN, OUTERMOST
 from skyproxy.tensor.dispatch.binding import is_host_number, number_of
 from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists, key_of_reader
+from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError
 from skyproxy.tensor.dispatch.number_classes import class_of, key_of, keys_of
 from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
 from skyproxy.tensor.dispatch.overlaps import overlaps
@@ -119,7 +120,11 @@ def new_tensors(device: SkyDevice, looks: Sequence[Look], owner: Handle | None) 
 
 
 def dispatch_remote(
-    cls: object, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    cls: object,
+    func: OpOverload,
+    types: Sequence[type] | None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
 ) -> object:
     """`__torch_dispatch__` of remote tensors."""
     try:
@@ -127,7 +132,12 @@ def dispatch_remote(
     except AttributeError:
         info = info_of(func)
     if info.special is not None:
-        return info.special(info, func, args, kwargs or {})
+        try:
+            return info.special(info, func, args, kwargs or {})
+        except MixedDevicesError:
+            if types is not None and any(map(is_wrapper_class, types)):
+                return NotImplemented  # its own dispatch comes next
+            raise
     if info.is_matmul and not multiplies_alike(args[0], args[1]):
         if info.name != "aten::linear":
             return one_product(args[0], args[1])

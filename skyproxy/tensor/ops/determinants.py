@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from skyproxy.tensor.core.torch_private import name_gradients
-from skyproxy.tensor.ops.products import call_stock, multiply_others, takes_stock
+from skyproxy.tensor.ops.products import call_stock, multiply_others, takes_stock, takes_stock_gradient
 
 _op = torch.ops.aten._linalg_det.default
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -60,8 +60,14 @@ def _differentiable_gradient(
     if count == is_singular.numel():
         return _decompose(matrix, gradient)
     others = ~is_singular
-    found = torch.empty_like(matrix).index_put_((is_singular,), _decompose(matrix[is_singular], gradient[is_singular]))
-    return found.index_put_((others,), _solve(matrix[others], diagonal[others]))
+    found = torch.empty_like(matrix)
+    parts = (
+        (is_singular, _decompose(matrix[is_singular], gradient[is_singular])),
+        (others, _solve(matrix[others], diagonal[others])),
+    )
+    for where, part in parts:
+        found = found.index_put((where,), part) if takes_stock_gradient(gradient) else found.index_put_((where,), part)
+    return found
 
 
 def _solve(matrix: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, name_gradients
-from skyproxy.tensor.ops.products import call_stock, takes_stock
+from skyproxy.tensor.ops.products import call_stock, takes_stock, takes_stock_gradient
 
 _EXTREMES: dict[str, tuple[OpOverload, str]] = {
     "max": (torch.ops.aten.max.default, "MaxBackward1"),
@@ -46,6 +46,8 @@ def _extreme(op: OpOverload, node: str) -> Callable[[torch.Tensor], torch.Tensor
             x, result = ctx.saved_tensors
             with torch.no_grad():
                 places = (x == result).logical_or_(x.isnan().logical_and_(result.isnan()))
+            if takes_stock_gradient(gradient):
+                return (gradient / places.sum()) * places
             zeros = torch.zeros(x.shape, dtype=gradient.dtype, device=x.device)
             return zeros.masked_fill_(places, gradient / places.sum())
 
@@ -71,7 +73,9 @@ class _Selection(torch.autograd.Function):
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, mask = ctx.saved_tensors
         spread = x.detach().expand(torch._C._infer_size(x.shape, mask.shape))
-        return torch.zeros_like(spread).masked_scatter_(mask, gradient).sum_to_size(x.shape), None
+        zeros = torch.zeros_like(spread)
+        write = zeros.masked_scatter if takes_stock_gradient(gradient) else zeros.masked_scatter_
+        return write(mask, gradient).sum_to_size(x.shape), None
 
 
 name_gradients(_Selection, "MaskedSelectBackward0")

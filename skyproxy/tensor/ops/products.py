@@ -163,6 +163,11 @@ def takes_stock(x: torch.Tensor) -> bool:
     )
 
 
+def takes_stock_gradient(gradient: torch.Tensor) -> bool:
+    """Return whether nothing may be written in place with a gradient: it is a batch of them, or of another class."""
+    return type(gradient) is not RemoteTensor or function_transform_level() is not None
+
+
 def call_stock(op: OpOverload, *args: object, **options: object) -> torch.Tensor:
     """Run PyTorch's own autograd kernel, in whose place ours is registered."""
     result: torch.Tensor = op._op_dk(DispatchKey.Autograd, *args, **options)
@@ -202,4 +207,4 @@ def install(library: torch.library.Library) -> None:
     library.impl("cumprod", cumulative_product, "AutogradPrivateUse1")
 
 
-__all__ = ["call_stock", "install", "multiply_others", "takes_stock"]
+__all__ = ["call_stock", "install", "multiply_others", "takes_stock", "takes_stock_gradient"]

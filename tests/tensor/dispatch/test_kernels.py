@@ -105,3 +105,24 @@ def test_what_computes_on_a_wrapper_whose_dispatch_is_off_is_refused(sky: str) -
     x = Wrapper(torch.ones(2, device=sky))
     with no_dispatch(), pytest.raises(NotImplementedError, match="Wrapper on the device sky"):
         x.mul(2)
+
+
+@pytest.mark.parametrize("wrapped", [0, 1, 2])
+def test_the_dispatch_of_a_class_is_asked_where_one_operation_has_a_handler(wrapped: int, sky: str) -> None:
+    """As where an operation is recorded as it stands: whether it has a handler of ours is nothing a class knows."""
+    torch.manual_seed(0)
+    values = [torch.randn(3, 4), torch.randn(3, 5), torch.randn(2, 4, 5)]
+    there = [v.to(sky) for v in values]
+    there[wrapped] = Wrapper(there[wrapped])
+    result = torch.nn.functional.bilinear(*there)
+    assert type(result) is Wrapper
+    assert torch.equal(result.inner.cpu(), torch.nn.functional.bilinear(*values))
+
+
+@pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])
+def test_a_gradient_of_another_class_is_written_into_nothing(name: str, sky: str) -> None:
+    x = torch.tensor([1.0, 3.0, 3.0, 2.0], device=sky, requires_grad=True)
+    (gradient,) = torch.autograd.grad(getattr(x, name)(), x, Wrapper(torch.tensor(6.0, device=sky)))
+    assert type(gradient) is Wrapper
+    places = x.detach() == getattr(x.detach(), name)()
+    assert torch.equal(gradient.inner, places * 6.0 / places.sum())

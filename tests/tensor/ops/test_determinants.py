@@ -66,3 +66,15 @@ def test_under_transforms_it_is_pytorchs_own(sky1: str) -> None:
     x = torch.eye(2).to(sky1)
     assert torch.func.grad(torch.linalg.det)(x).tolist() == [[1.0, 0.0], [0.0, 1.0]]
     assert torch.func.jacfwd(torch.linalg.det)(x).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_gradients_of_several_gradients_at_once_are_those_of_the_cpu(sky1: str) -> None:
+    matrices = torch.tensor([[[1.0, 2.0], [3.0, 5.0]], [[1.0, 2.0], [2.0, 4.0]], [[0.5, 1.0], [7.0, -2.0]]])
+    gradients = torch.arange(1.0, 7.0).reshape(2, 3)
+    found = []
+    for device in ("cpu", sky1):
+        x = matrices.to(device).requires_grad_()
+        options = {"is_grads_batched": True, "create_graph": True}
+        (of_x,) = torch.autograd.grad(torch.linalg.det(x), x, gradients.to(device), **options)
+        found.append(of_x.detach().cpu())
+    torch.testing.assert_close(*found)

@@ -104,3 +104,24 @@ def test_its_nodes_have_pytorchs_names(sky1: str) -> None:
         assert {name: type(result.grad_fn).__name__ for name, result in results.items()} == NODES
         chosen = x[x > 0], x.masked_select(x > 0)
         assert [type(t.grad_fn).__name__ for t in chosen] == ["IndexBackward0", "MaskedSelectBackward0"]
+
+
+BATCHED = {
+    **{name: lambda x, name=name: getattr(x, name)() for name in NODES},
+    "masked_select": lambda x: x.masked_select(x.detach() > 1.5),
+    "masked_fill": lambda x: x.masked_fill(x.detach() > 1.5, x.mean()),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_gradients_of_several_gradients_at_once_are_those_of_the_cpu(name: str, sky1: str) -> None:
+    found = []
+    for device in ("cpu", sky1):
+        x = torch.tensor([[1.0, 3.0, 3.0], [1.0, 1.0, 2.0]], device=device).t().requires_grad_()
+        result = BATCHED[name](x)
+        gradients = torch.arange(1.0, 3 * result.numel() + 1).reshape(3, *result.shape).to(device)
+        (of_x,) = torch.autograd.grad(result, x, gradients, is_grads_batched=True)
+        found.append((of_x.cpu(), of_x.stride()))
+    (a, look), (b, other) = found
+    assert look == other
+    assert torch.equal(a, b)
