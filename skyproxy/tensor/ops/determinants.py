@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from skyproxy.tensor.core.torch_private import name_gradients
-from skyproxy.tensor.ops.products import call_stock, multiply_others, takes_stock, takes_stock_gradient
+from skyproxy.tensor.ops.own_gradients import put_gradient, takes_stock_gradient
+from skyproxy.tensor.ops.products import multiply_others
 
 _op = torch.ops.aten._linalg_det.default
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -48,9 +48,6 @@ class _Determinant(torch.autograd.Function):
         return found
 
 
-name_gradients(_Determinant, "LinalgDetBackward0")
-
-
 def _differentiable_gradient(
     matrix: torch.Tensor, diagonal: torch.Tensor, gradient: torch.Tensor, is_singular: torch.Tensor
 ) -> torch.Tensor:
@@ -85,17 +82,13 @@ def _decompose(matrix: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def determinant(matrix: torch.Tensor) -> Tensors:
-    """`aten::_linalg_det` where gradients may be wanted; see there."""
-    if takes_stock(matrix) or matrix.numel() == 0 or matrix.size(-1) == 1:  # nothing is solved there
-        return call_stock(_op, matrix)  # type: ignore[return-value]
-    result: Tensors = _Determinant.apply(matrix)  # type: ignore[no-untyped-call]
-    return result
+def _solves_nothing(matrix: torch.Tensor) -> bool:
+    return matrix.numel() == 0 or matrix.size(-1) == 1
 
 
 def install(library: torch.library.Library) -> None:
     """Put our gradient in the place of PyTorch's."""
-    library.impl("_linalg_det", determinant, "AutogradPrivateUse1")
+    put_gradient(library, _op, _Determinant, "LinalgDetBackward0", unless=_solves_nothing)
 
 
 __all__ = ["install"]

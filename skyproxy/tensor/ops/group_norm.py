@@ -10,25 +10,19 @@ import torch
 
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
-    DispatchKey,
     count_dispatch_modes,
     function_transform_level,
     is_forward_ad_active,
     name_gradients,
 )
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
+from skyproxy.tensor.ops.own_gradients import call_stock
 from skyproxy.tensor.shapes.strides import suggests_channels_last
 
 _op = torch.ops.aten.native_group_norm.default
 _backward = torch.ops.aten.native_group_norm_backward.default
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _stock(*args: object) -> Tensors:
-    """PyTorch's own autograd kernel, in whose place ours is registered."""
-    result: Tensors = _op._op_dk(DispatchKey.Autograd, *args)
-    return result
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -136,21 +130,22 @@ def _is_differentiated(*tensors: object) -> bool:
 
 def group_norm(x: torch.Tensor, weight: object, bias: object, *numbers: object) -> Tensors:
     """`aten::native_group_norm` where gradients may be wanted; see there."""
+    args = x, weight, bias, *numbers
+    found: object
     if type(x) is not RemoteTensor or function_transform_level() is not None:
-        return _stock(x, weight, bias, *numbers)
-    if not _is_differentiated(x, weight, bias):
-        args = x, weight, bias, *numbers
-        found: Tensors = dispatch_remote(None, _op, (), args)  # type: ignore[assignment]  # what that op gives
-        return found
-    if not torch.is_grad_enabled():
-        return _stock(x, weight, bias, *numbers)
+        found = call_stock(_op, *args)
+    elif not _is_differentiated(x, weight, bias):
+        found = dispatch_remote(None, _op, (), args)
+    elif torch.is_grad_enabled() and not is_forward_ad_active() and _is_channels_last_on_cpu(x):
+        found = _ChannelsLast.apply(*args)  # type: ignore[no-untyped-call]
+    else:
+        found = call_stock(_op, *args)
+    return found  # type: ignore[return-value]  # what that op gives
+
+
+def _is_channels_last_on_cpu(x: RemoteTensor) -> bool:
     meta = x._sky.meta
-    if x._sky.device.place[0] != "cpu" or not suggests_channels_last(meta.size, meta.stride):
-        return _stock(x, weight, bias, *numbers)
-    if is_forward_ad_active():
-        return _stock(x, weight, bias, *numbers)
-    result: Tensors = _ChannelsLast.apply(x, weight, bias, *numbers)  # type: ignore[no-untyped-call]
-    return result
+    return x._sky.device.place[0] == "cpu" and suggests_channels_last(meta.size, meta.stride)
 
 
 def install(library: torch.library.Library) -> None:

@@ -8,19 +8,16 @@ in another order. To sum what the mask has alone waits, as on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import OpOverload, name_gradients
-from skyproxy.tensor.ops.products import call_stock, takes_stock, takes_stock_gradient
+from skyproxy.tensor.core.torch_private import OpOverload
+from skyproxy.tensor.ops.own_gradients import put_gradient, takes_stock_gradient
 
-_EXTREMES: dict[str, tuple[OpOverload, str]] = {
-    "max": (torch.ops.aten.max.default, "MaxBackward1"),
-    "min": (torch.ops.aten.min.default, "MinBackward1"),
-    "median": (torch.ops.aten.median.default, "MedianBackward0"),
-    "nanmedian": (torch.ops.aten.nanmedian.default, "NanmedianBackward0"),
+_EXTREMES: dict[OpOverload, str] = {
+    torch.ops.aten.max.default: "MaxBackward1",
+    torch.ops.aten.min.default: "MinBackward1",
+    torch.ops.aten.median.default: "MedianBackward0",
+    torch.ops.aten.nanmedian.default: "NanmedianBackward0",
 }
 _selected = torch.ops.aten.masked_select.default
 _filled = torch.ops.aten.masked_fill.Tensor
@@ -33,7 +30,7 @@ class _Context(torch.autograd.function.FunctionCtx):
     saved_tensors: tuple[torch.Tensor, ...]
 
 
-def _extreme(op: OpOverload, node: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def _extreme(op: OpOverload) -> type[torch.autograd.Function]:
     class Extreme(torch.autograd.Function):
         @staticmethod
         def forward(ctx: _Context, x: torch.Tensor) -> torch.Tensor:
@@ -51,15 +48,7 @@ def _extreme(op: OpOverload, node: str) -> Callable[[torch.Tensor], torch.Tensor
             zeros = torch.zeros(x.shape, dtype=gradient.dtype, device=x.device)
             return zeros.masked_fill_(places, gradient / places.sum())
 
-    name_gradients(Extreme, node)
-
-    def extreme(x: torch.Tensor) -> torch.Tensor:
-        if takes_stock(x):
-            return call_stock(op, x)
-        result: torch.Tensor = Extreme.apply(x)  # type: ignore[no-untyped-call]
-        return result
-
-    return extreme
+    return Extreme
 
 
 class _Selection(torch.autograd.Function):
@@ -78,17 +67,6 @@ class _Selection(torch.autograd.Function):
         return write(mask, gradient).sum_to_size(x.shape), None
 
 
-name_gradients(_Selection, "MaskedSelectBackward0")
-
-
-def selected(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`aten::masked_select` where gradients may be wanted; see there."""
-    if takes_stock(x) or type(mask) is not RemoteTensor:
-        return call_stock(_selected, x, mask)
-    result: torch.Tensor = _Selection.apply(x, mask)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Filling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -103,23 +81,12 @@ class _Filling(torch.autograd.Function):
         return of_x, None, gradient.masked_select(mask).sum()
 
 
-name_gradients(_Filling, "MaskedFillBackward1")
-
-
-def filled(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`aten::masked_fill.Tensor` where gradients may be wanted; see there."""
-    if takes_stock(value) or type(x) is not RemoteTensor or type(mask) is not RemoteTensor:
-        return call_stock(_filled, x, mask, value)
-    result: torch.Tensor = _Filling.apply(x, mask, value)  # type: ignore[no-untyped-call]
-    return result
-
-
 def install(library: torch.library.Library) -> None:
     """Put our gradients in the place of PyTorch's."""
-    for name, (op, node) in _EXTREMES.items():
-        library.impl(name, _extreme(op, node), "AutogradPrivateUse1")
-    library.impl("masked_fill.Tensor", filled, "AutogradPrivateUse1")
-    library.impl("masked_select", selected, "AutogradPrivateUse1")
+    for op, node in _EXTREMES.items():
+        put_gradient(library, op, _extreme(op), node)
+    put_gradient(library, _filled, _Filling, "MaskedFillBackward1", tensors=3, of=2)
+    put_gradient(library, _selected, _Selection, "MaskedSelectBackward0", tensors=2)
 
 
 __all__ = ["install"]

@@ -9,14 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import (
-    DispatchKey,
-    OpOverload,
-    function_transform_level,
-    is_forward_ad_active,
-    name_gradients,
-)
+from skyproxy.tensor.ops.own_gradients import put_gradient
 
 _whole = torch.ops.aten.prod.default
 _along = torch.ops.aten.prod.dim_int
@@ -103,11 +96,6 @@ class _CumulativeProduct(torch.autograd.Function):
         return found, None, None
 
 
-name_gradients(_Product, "ProdBackward0")
-name_gradients(_ProductAlong, "ProdBackward1")
-name_gradients(_CumulativeProduct, "CumprodBackward0")
-
-
 def _divide(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return gradient * (result / x).conj()
 
@@ -153,58 +141,11 @@ def _sum_backwards(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.flip(dim).cumsum(dim).flip(dim)
 
 
-def takes_stock(x: torch.Tensor) -> bool:
-    """Return whether PyTorch's own gradient is wanted: under transforms, and where there is none at all."""
-    return (
-        type(x) is not RemoteTensor
-        or not (torch.is_grad_enabled() and x.requires_grad)
-        or function_transform_level() is not None
-        or is_forward_ad_active()
-    )
-
-
-def takes_stock_gradient(gradient: torch.Tensor) -> bool:
-    """Return whether nothing may be written in place with a gradient: it is a batch of them, or of another class."""
-    return type(gradient) is not RemoteTensor or function_transform_level() is not None
-
-
-def call_stock(op: OpOverload, *args: object, **options: object) -> torch.Tensor:
-    """Run PyTorch's own autograd kernel, in whose place ours is registered."""
-    result: torch.Tensor = op._op_dk(DispatchKey.Autograd, *args, **options)
-    return result
-
-
-def product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`aten::prod` where gradients may be wanted; see there."""
-    if takes_stock(x):
-        return call_stock(_whole, x, dtype=dtype)
-    result: torch.Tensor = _Product.apply(x, dtype)  # type: ignore[no-untyped-call]
-    return result
-
-
-def product_along(
-    x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """`aten::prod.dim_int` where gradients may be wanted; see there."""
-    if takes_stock(x):
-        return call_stock(_along, x, dim, keepdim, dtype=dtype)
-    result: torch.Tensor = _ProductAlong.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
-    return result
-
-
-def cumulative_product(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`aten::cumprod` where gradients may be wanted; see there."""
-    if takes_stock(x):
-        return call_stock(_cumulative, x, dim, dtype=dtype)
-    result: torch.Tensor = _CumulativeProduct.apply(x, dim, dtype)  # type: ignore[no-untyped-call]
-    return result
-
-
 def install(library: torch.library.Library) -> None:
     """Put our gradients in the place of PyTorch's."""
-    library.impl("prod", product, "AutogradPrivateUse1")
-    library.impl("prod.dim_int", product_along, "AutogradPrivateUse1")
-    library.impl("cumprod", cumulative_product, "AutogradPrivateUse1")
+    put_gradient(library, _whole, _Product, "ProdBackward0")
+    put_gradient(library, _along, _ProductAlong, "ProdBackward1")
+    put_gradient(library, _cumulative, _CumulativeProduct, "CumprodBackward0")
 
 
-__all__ = ["call_stock", "install", "multiply_others", "takes_stock", "takes_stock_gradient"]
+__all__ = ["install", "multiply_others"]

@@ -29,6 +29,7 @@ from skyproxy.tensor.core.torch_private import (
     unwrap_gradients,
 )
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
+from skyproxy.tensor.ops.own_gradients import wants_stock_formula
 from skyproxy.torch_codec import DTYPE_NAMES
 
 Tensor = torch.Tensor
@@ -172,13 +173,9 @@ name_gradients(_United, "CatBackward0")
 _copied_parts = torch.ops.aten.split_with_sizes_copy.default
 
 
-def _takes_stock() -> bool:
-    return function_transform_level() is not None or is_forward_ad_active()
-
-
 def _unite(parts: list[Tensor]) -> Tensor:
     differentiates = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    if not differentiates or _takes_stock():
+    if not differentiates or wants_stock_formula():
         return torch.cat(parts)
     result: Tensor = _United.apply(*parts)  # type: ignore[no-untyped-call]
     return result
@@ -187,7 +184,7 @@ def _unite(parts: list[Tensor]) -> Tensor:
 def _divide(rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
     """Return the rows of each step. As views they would begin elsewhere for each set of lengths."""
     divide: Callable[[list[int]], Sequence[Tensor]] = functools.partial(_copied_parts, rows)
-    return rows.split(list(counts)) if _takes_stock() else divide(list(counts))
+    return rows.split(list(counts)) if wants_stock_formula() else divide(list(counts))
 
 
 def _rows_of(hidden: Hidden, begin: int, end: int) -> Hidden:
