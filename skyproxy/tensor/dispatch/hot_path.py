@@ -122,7 +122,7 @@ def new_tensors(device: SkyDevice, looks: Sequence[Look], owner: Handle | None) 
 def dispatch_remote(
     cls: object,
     func: OpOverload,
-    types: Sequence[type] | None,
+    types: Any,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> object:

@@ -19,6 +19,9 @@ from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of, plain_meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
     DisableTorchFunction,
+    DispatchKey,
+    DispatchKeySet,
+    ExcludedKeys,
     FakeTensor,
     count_dispatch_modes,
     disable_current_modes,
@@ -297,6 +300,9 @@ class _InferenceLogFilter(logging.Filter):
 
 _quiet = _InferenceLogFilter()
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)
+_CASTS = DispatchKeySet(DispatchKey.AutocastCPU)
+"""`torch.autocast("cpu")` is not for remote tensors, and so not for their stand-ins."""
+
 _NOTHING = contextlib.nullcontext()
 
 
@@ -342,7 +348,7 @@ def _run_without_values(call: BoundCall, place: str) -> Entry | None:
         # Without the user's modes, which would take our stand-ins for the program's own tensors.
         watched = count_dispatch_modes() > 0
         mode = DisableTorchFunction() if place == "meta" else fake_mode()
-        with disable_current_modes() if watched else _NOTHING, mode, torch.no_grad():
+        with disable_current_modes() if watched else _NOTHING, mode, torch.no_grad(), ExcludedKeys(_CASTS):
             args = [pytree.tree_map(stand_in, a) for a in call.args]
             kwargs = {
                 name: pytree.tree_map(empty if name in outs else stand_in, a)

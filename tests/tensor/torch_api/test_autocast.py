@@ -477,3 +477,12 @@ def test_a_weight_that_changes_in_a_region_is_used_as_on_the_cpu(first: Any, sec
                     module.weight.add_(1)
     half = len(found) // 2
     assert found[:half] == found[half:]
+
+
+def test_the_autocast_of_the_cpu_casts_nothing_remote(sky: str) -> None:
+    """Nor its stand-ins, on which is inferred what a call gives that nobody has made before."""
+    x, y = torch.randn(11, device=sky), torch.randn(5, 11, 7, device=sky)
+    with torch.autocast("cpu"):
+        assert (x @ y).dtype is torch.float32
+        assert (x[:0].view(0, 0) @ y[0, :0]).dtype is torch.float32
+    assert torch.equal((x @ y).cpu(), x.cpu() @ y.cpu())
