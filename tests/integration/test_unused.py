@@ -202,3 +202,9 @@ def test_a_program_that_never_uses_it_sees_what_it_would_see_without_it(plain: d
     found = _answers("skyproxy")
     assert found.keys() == plain.keys()
     assert {name: found[name] for name in plain if found[name] != plain[name]} == {}
+
+
+def test_numbers_mean_sky_once_it_is_imported_as_the_page_says() -> None:
+    program = "import torch, skyproxy; print(torch.device(1), torch.device('cpu', 0))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110)
+    assert done.stdout == "sky:1 cpu:0\n", done.stderr
