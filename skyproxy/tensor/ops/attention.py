@@ -43,8 +43,6 @@ _VERSION = torch_versions.minor(torch.__version__)
 _ADDS_A_BATCH = _LOOKS_AT_MASK_FIRST = _VERSION >= (2, 14)
 """True if PyTorch makes four dimensions of three before it chooses, and views three in the result; and if it refuses a
 mask that is also causal before it looks for elements."""
-_WITHOUT_WIDTH_IS_NOTHING = _VERSION == (2, 12)
-"""True if queries of width 0 give zeros, and not the mean of the values."""
 _MASK_AND_CAUSAL = "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
 _NO_BACKEND = (
     "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
@@ -198,6 +196,19 @@ def _check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
         )
 
 
+def _is_nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Tell whether PyTorch gives zeros without looking further, as 2.11 does where it chooses its fused kernel, which
+    ends the process where there are no heads.
+    """
+    if _VERSION >= (2, 13):
+        return query.shape[-2] == 0 or 0 in value.shape
+    if _VERSION == (2, 12):
+        return 0 in (*query.shape, *key.shape, *value.shape)
+    tensors = query, key, value
+    outer, *others = ((t.dim(), *t.shape[:2], t.shape[-1]) for t in tensors)
+    return outer[0] == 4 and 0 in outer and others == [outer] * 2 and all(t.shape[2] != 0 for t in tensors)
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -231,8 +242,7 @@ def attention(
             mask = mask.unsqueeze(0)
         batch = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         return attention(*batch, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
-    width_counts = _WITHOUT_WIDTH_IS_NOTHING and query.shape[-1] == 0
-    if width_counts or 0 in (*query.shape[:-1], *key.shape[:-1], *value.shape):
+    if _is_nothing(query, key, value):
         if mask is not None and is_causal and _LOOKS_AT_MASK_FIRST:
             raise RuntimeError(_MASK_AND_CAUSAL)
         # The product keeps the three in the graph, as PyTorch's does.

@@ -53,9 +53,9 @@ def _extreme(op: OpOverload) -> type[torch.autograd.Function]:
 
 class _Selection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _selected(x, mask)
-        ctx.save_for_backward(x, mask)
+    def forward(ctx: _Context, x: torch.Tensor, mask: tuple[torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = _selected(x, *mask)
+        ctx.save_for_backward(x, *mask)
         return result
 
     @staticmethod
@@ -69,9 +69,9 @@ class _Selection(torch.autograd.Function):
 
 class _Filling(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _filled(x, mask, value)
-        ctx.save_for_backward(mask)
+    def forward(ctx: _Context, x: torch.Tensor, mask: tuple[torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _filled(x, *mask, value)
+        ctx.save_for_backward(*mask)
         return result
 
     @staticmethod
@@ -85,8 +85,8 @@ def install(library: torch.library.Library) -> None:
     """Put our gradients in the place of PyTorch's."""
     for op, node in _EXTREMES.items():
         put_gradient(library, op, _extreme(op), node)
-    put_gradient(library, _filled, _Filling, "MaskedFillBackward1", tensors=3, of=2)
-    put_gradient(library, _selected, _Selection, "MaskedSelectBackward0", tensors=2)
+    put_gradient(library, _filled, _Filling, "MaskedFillBackward1", tensors=3, of=2, masked=True)
+    put_gradient(library, _selected, _Selection, "MaskedSelectBackward0", tensors=2, masked=True)
 
 
 __all__ = ["install"]

@@ -41,6 +41,7 @@ def put_gradient(
     *,
     tensors: int = 1,
     of: int = 0,
+    masked: bool = False,
     unless: Callable[[torch.Tensor], bool] | None = None,
 ) -> None:
     """Have an op differentiated by a function of ours, where one tensor is remote and requires gradients.
@@ -52,6 +53,7 @@ def put_gradient(
         node: PyTorch's own name of the node in graphs.
         tensors: how many of the op's first arguments are tensors; PyTorch's own formula is for any that is not remote.
         of: the position of the tensor.
+        masked: the second argument is a mask, to which PyTorch's node has no edge; `forward` takes it in a tuple.
         unless: asks the first argument whether PyTorch's own formula is wanted nevertheless.
     """
     name_gradients(function, node)
@@ -67,7 +69,7 @@ def put_gradient(
         ):
             return call_stock(op, *args, **options)
         rest = (options.get(a.name, a.default_value) for a in arguments[len(args) :])
-        return function.apply(*args, *rest)
+        return function.apply(args[0], (args[1],), *args[2:]) if masked else function.apply(*args, *rest)
 
     library.impl(op, differentiated, "AutogradPrivateUse1")
 

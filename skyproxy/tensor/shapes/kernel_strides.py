@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from skyproxy import torch_versions
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.torch_private import is_plain_convolution
@@ -42,6 +43,7 @@ _F = TypeVar("_F", bound=Correction)
 _CORRECTIONS: dict[str, Correction] = {}
 _ROW_MAJOR: Strides = ()
 """Stands for the strides of a fresh row-major tensor, whatever its size."""
+_GROUP_NORMS_KEEP_IDLE_STRIDES = torch_versions.minor(torch.__version__) >= (2, 14)
 _POSITIONS = frozenset({torch.int64, torch.int32})
 _REVERSED = frozenset({"aten::rsub.Tensor", "aten::threshold_backward"})
 """Ops whose kernels iterate over their operands in the other order."""
@@ -360,11 +362,11 @@ def _rot90(a: Meta, k: int = 1, dims: Sequence[int] = (0, 1)) -> list[Strides]:
 def _roll(a: Meta, shifts: Sequence[int], dims: Sequence[int] = ()) -> list[Strides]:
     """Along each dimension in turn, the kernel joins two parts, whose formats `cat` compares; without, it flattens."""
     size, stride = a.size, a.stride
-    if not dims:
+    if not dims and len(size) != 1:
         return [_ROW_MAJOR]
     if 0 in size:
         return [preserved_stride(size, stride)]
-    for shift, dim in zip(shifts, dims, strict=True):
+    for shift, dim in zip(shifts, dims or (0,), strict=True):
         first = shift % size[dim]
         parts = [(*size[:dim], n, *size[dim % len(size) + 1 :]) for n in (first, size[dim] - first)]
         alike = all(suggests_channels_last(part, stride) for part in parts)
@@ -405,10 +407,14 @@ def _reflection_padding(a: Meta, padding: Sequence[int]) -> list[Strides]:
     return [channels_last_stride(size) if suggests_channels_last(a.size, a.stride) else _ROW_MAJOR]
 
 
-@_corrects(
-    "native_group_norm_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad2d_backward "
-    "replication_pad3d_backward"
-)
+@_corrects("native_group_norm_backward")
+def _group_norm_backward(gradient: Meta, a: Meta, *args: object) -> list[Strides]:
+    lies = lies_channels_last if suggests_channels_last(a.size, a.stride) else is_contiguous
+    keeps_idle = _GROUP_NORMS_KEEP_IDLE_STRIDES and lies(a.size, a.stride)
+    return [a.stride if keeps_idle else suggested_stride(a.size, a.stride)]
+
+
+@_corrects("reflection_pad2d_backward reflection_pad3d_backward replication_pad2d_backward replication_pad3d_backward")
 def _in_suggested_format_of_second(gradient: Meta, a: Meta, *args: object) -> list[Strides]:
     return [suggested_stride(a.size, a.stride)]
 

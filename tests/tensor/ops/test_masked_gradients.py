@@ -125,3 +125,16 @@ def test_gradients_of_several_gradients_at_once_are_those_of_the_cpu(name: str, 
     (a, look), (b, other) = found
     assert look == other
     assert torch.equal(a, b)
+
+
+def test_nodes_have_the_edges_of_pytorchs_own(sky1: str) -> None:
+    found = []
+    for device in ("cpu", sky1):
+        x, value = torch.ones(3, device=device, requires_grad=True), torch.zeros((), device=device, requires_grad=True)
+        mask = torch.tensor([True, False, True], device=device)
+        results = x.masked_select(mask), x.masked_fill(mask, value), x.max(), x.prod(), x.cumprod(0)
+        found.append([[edge and type(edge).__name__ for edge, _ in r.grad_fn.next_functions] for r in results])
+        mask.logical_not_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            results[0].sum().backward()
+    assert found[0] == found[1]

@@ -357,3 +357,21 @@ def test_pixels_of_empty_images_are_unshuffled_as_locally_which_leaves_their_siz
         result = torch.nn.functional.pixel_unshuffle(torch.empty_strided(x.shape, x.stride(), device=sky1), 2)
         assert (result.shape, result.stride()) == (expected.shape, expected.stride())
         assert torch.equal(result.cpu(), expected)
+
+
+@pytest.mark.parametrize(("size", "stride"), [((0,), (0,)), ((0,), (1,)), ((1,), (5,)), ((4,), (3,)), ((2, 0), (1, 7))])
+def test_vectors_that_are_rolled_lie_as_on_the_cpu(size: tuple[int, ...], stride: tuple[int, ...], sky1: str) -> None:
+    ours, theirs = (torch.zeros(20, device=device).as_strided(size, stride).roll(-1) for device in (sky1, "cpu"))
+    assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("stride", [(18, 3, 1), (1, 3, 1), (18, 1, 6), (6, 1, 6), (24, 4, 1)])
+def test_gradients_of_group_norms_have_the_idle_strides_of_the_cpu(stride: tuple[int, ...], sky1: str) -> None:
+    found = []
+    for device in ("cpu", sky1):
+        x = torch.arange(40.0, device=device).as_strided((1, 6, 3), stride).detach().requires_grad_()
+        result = torch.nn.functional.group_norm(x, 2)
+        (gradient,) = torch.autograd.grad(result.square().sum(), x)
+        found.append((result.stride(), gradient.stride(), gradient.cpu()))
+    assert found[0][:2] == found[1][:2]
+    assert torch.equal(found[0][2], found[1][2])
