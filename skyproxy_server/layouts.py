@@ -44,9 +44,11 @@ def check_packed(description: Description) -> None:
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's values on its device, in the strides in which they travel."""
+    # Resolving closes gaps in the order of the strides, and clients count on row-major where there were some.
+    dense = torch_codec.is_dense(tuple(tensor.shape), tensor.stride())
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if torch_codec.is_dense(tuple(tensor.shape), tensor.stride()) else tensor.contiguous()
+    return tensor if dense else tensor.contiguous()
 
 
 def check_inputs(name: str, read: list[object], believed: list[Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy import torch_codec
 from skyproxy.errors import InferenceMismatchError, ProtocolError
 from skyproxy.torch_codec import Description, describe, encode_description
 from skyproxy_server import layouts
@@ -82,6 +83,8 @@ def test_a_tensor_is_packed_without_gaps_and_lazy_bits() -> None:
     dense = torch.ones(2, 3).t()
     assert layouts.packed(dense) is dense
     assert not layouts.packed(torch.ones(2, dtype=torch.complex64).conj()).is_conj()
+    for lazy in (dense.to(torch.complex64).conj()[:, ::2], torch._neg_view(torch.ones(4, 6)[:, ::2].t())):
+        assert layouts.packed(lazy).stride() == torch_codec.packed_stride(tuple(lazy.shape), lazy.stride())
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
+
+import skyproxy
 
 NUMBERS = [1.5, 7, True, -2.7, float("inf"), 1 + 2j, 1 << 40]
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64]
@@ -93,3 +97,30 @@ def test_values_of_a_class_with_its_own_dispatch_are_those_of_its_parts(
         write(x, TwoTensor(values, values), TwoTensor(places, places))
         found.append(x.tolist())
     assert found[0] == found[1]
+
+
+LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugate": lambda c: c[:, ::2].t().conj(),
+    "negative": lambda c: c.conj().imag.t(),
+    "both": lambda c: torch._neg_view(c.conj())[:, ::2].t(),
+    "rows": lambda c: c.conj()[::2, 1:],
+    "expanded": lambda c: c[:1].expand(3, 6).conj().t(),
+    "dense": lambda c: c.t().conj(),
+}
+WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cpu": lambda x: x.cpu(),
+    "copy_": lambda x: torch.empty(x.shape, dtype=x.dtype).copy_(x),
+    "fetch_async": lambda x: asyncio.run(skyproxy.fetch_async(x)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_lazy_bits_come_back_from_views_with_gaps_in_the_right_order(
+    mode: Callable[[], AbstractContextManager[None]], kind: str, way: str, sky1: str
+) -> None:
+    with mode():
+        c = torch.complex(torch.arange(24.0).view(4, 6), torch.arange(1.0, 25.0).view(4, 6))
+        theirs, ours = LAZY[kind](c), WAYS[way](LAZY[kind](c.to(sky1)))
+        assert torch.equal(ours.resolve_conj().resolve_neg(), theirs.resolve_conj().resolve_neg())
