@@ -107,10 +107,16 @@ LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded": lambda c: c[:1].expand(3, 6).conj().t(),
     "dense": lambda c: c.t().conj(),
 }
+
+
+async def _fetched(x: torch.Tensor) -> torch.Tensor:
+    return await skyproxy.fetch_async(x)
+
+
 WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cpu": lambda x: x.cpu(),
     "copy_": lambda x: torch.empty(x.shape, dtype=x.dtype).copy_(x),
-    "fetch_async": lambda x: asyncio.run(skyproxy.fetch_async(x)),
+    "fetch_async": lambda x: asyncio.run(_fetched(x)),
 }
 
 
