@@ -182,9 +182,9 @@ def _describe(model: Any, arguments: dict[str, Any]) -> _Call | None:
     return _Call(bool(options.do_sample), getattr(config, "max_position_embeddings", None))
 
 
-def _keep_signature(sample: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_signature(sample: Callable[..., Any]) -> Callable[..., object]:
     @functools.wraps(sample)
-    def described(self: object, input_ids: object, *args: object, **kwargs: object) -> Any:
+    def described(self: object, input_ids: object, *args: object, **kwargs: object) -> object:
         remote = isinstance(input_ids, torch.Tensor) and input_ids.device.type == "sky" and not args
         call = _describe(self, kwargs) if remote else None
         token = _current.set(call)
@@ -209,8 +209,8 @@ def install(module: Any) -> None:
         return
 
     class DeferredStopCheck(plain):  # type: ignore[misc]
-        def __new__(cls, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            kind = _LateStopCheck if input_ids.device.type == "sky" else plain
+        def __new__(cls, input_ids: torch.Tensor, *args: object, **kwargs: object) -> Any:
+            kind: Any = _LateStopCheck if input_ids.device.type == "sky" else plain
             return kind(input_ids, *args, **kwargs)
 
         @staticmethod

@@ -55,6 +55,7 @@ with explain_missing_names():
     construct_storage = torch._C._construct_storage_from_data_pointer
     set_conjugate = torch._C._set_conj
     set_negative = torch._C._set_neg
+    broadcast_two = torch._C._infer_size
 
     # The dispatcher
     DispatchKey = torch._C.DispatchKey
@@ -143,6 +144,7 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "all_op_names",
+    "broadcast_two",
     "checks_sparse_invariants",
     "choose_attention",
     "construct_storage",

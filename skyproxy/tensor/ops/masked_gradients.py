@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from skyproxy.tensor.core.torch_private import OpOverload
+from skyproxy.tensor.core.torch_private import OpOverload, broadcast_two
 from skyproxy.tensor.ops.own_gradients import put_gradient, takes_stock_gradient
 
 _EXTREMES: dict[OpOverload, str] = {
@@ -61,7 +61,7 @@ class _Selection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, mask = ctx.saved_tensors
-        spread = x.detach().expand(torch._C._infer_size(x.shape, mask.shape))
+        spread = x.detach().expand(broadcast_two(x.shape, mask.shape))
         zeros = torch.zeros_like(spread)
         write = zeros.masked_scatter if takes_stock_gradient(gradient) else zeros.masked_scatter_
         return write(mask, gradient).sum_to_size(x.shape), None
