@@ -373,9 +373,9 @@ def _pixel_shuffle(x: Meta, factor: int) -> RuleResult:
 
 @rule("pixel_unshuffle")
 def _pixel_unshuffle(x: Meta, factor: int) -> RuleResult:
-    empty = type(x) is Meta and x.plain and len(x.size) == 4 and 0 in x.size
+    empty = type(x) is Meta and x.plain and len(x.size) > 2 and 0 in x.size
     images = empty or _are_images(x)
-    if not images or type(factor) is not int or factor < 1 or x.size[2] % factor or x.size[3] % factor:
+    if not images or type(factor) is not int or factor < 1 or x.size[-2] % factor or x.size[-1] % factor:
         return None
     if empty:  # which the kernel copies as they are
         return [(plain_meta(x.size, x.dtype, preserved_stride(x.size, x.stride)), None)]

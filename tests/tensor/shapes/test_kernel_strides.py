@@ -352,7 +352,13 @@ def test_rms_norms_of_channels_last_images_stay_channels_last(
 
 def test_pixels_of_empty_images_are_unshuffled_as_locally_which_leaves_their_size(sky1: str) -> None:
     images = torch.rand(0, 2, 4, 4)
-    for x in (images, images.contiguous(memory_format=torch.channels_last), torch.rand(2, 0, 4, 4)):
+    for x in (
+        images,
+        images.contiguous(memory_format=torch.channels_last),
+        torch.rand(2, 0, 4, 4),
+        torch.rand(1, 0, 2),
+        torch.rand(2, 3, 4, 0, 2),
+    ):
         expected = torch.nn.functional.pixel_unshuffle(x, 2)
         result = torch.nn.functional.pixel_unshuffle(torch.empty_strided(x.shape, x.stride(), device=sky1), 2)
         assert (result.shape, result.stride()) == (expected.shape, expected.stride())
