@@ -22,7 +22,7 @@ from skyproxy.interrupts import raised_by_handler
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.addresses import HostCopy
 from skyproxy.tensor.core.metadata import Meta
-from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
+from skyproxy.tensor.core.torch_private import has_modes_or_transforms
 
 if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle
@@ -81,7 +81,7 @@ class KnownMeta(Meta):
             return value
         made: torch.Tensor | None = None
         # A mode would have its own idea of what is made now.
-        if not count_dispatch_modes() and function_transform_level() is None:
+        if not has_modes_or_transforms():
             try:
                 made = value()  # type: ignore[operator]  # it is a tensor of no other class
             except RuntimeError as error:  # the worker reports the same, with its line

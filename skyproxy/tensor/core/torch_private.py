@@ -88,6 +88,11 @@ with explain_missing_names():
     choose_attention = torch._fused_sdp_choice
 
 
+def has_modes_or_transforms() -> bool:
+    """Return whether a dispatch mode, or a function transform such as `vmap`, sees or changes what operations do."""
+    return count_dispatch_modes() > 0 or function_transform_level() is not None
+
+
 def is_forward_ad_active() -> bool:
     """Return whether a level of forward-mode AD is entered; tangents do not care about `no_grad`."""
     return _forward_ad._current_level >= 0
@@ -156,6 +161,7 @@ __all__ = [
     "flash_attention_enabled",
     "function_transform_level",
     "has_kernel",
+    "has_modes_or_transforms",
     "is_forward_ad_active",
     "is_plain_convolution",
     "is_transformed",

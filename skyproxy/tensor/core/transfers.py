@@ -17,7 +17,7 @@ from skyproxy.tensor.core.metadata import Meta, intern_meta, meta_of
 from skyproxy.tensor.core.pieces import copied, copy_into
 from skyproxy.tensor.core.prefetching import READER
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class, make_tensor
-from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level, make_wrapper_subclass
+from skyproxy.tensor.core.torch_private import has_modes_or_transforms, make_wrapper_subclass
 from skyproxy.torch_codec import Description, is_dense, packed_stride
 
 _make_wrapper = make_wrapper_subclass
@@ -129,7 +129,7 @@ def _known_here(handle: Handle) -> torch.Tensor | None:
     """Return a copy of values that were uploaded or asked for, as long as nothing has written to them."""
     if not (handle.meta.known or (handle.root or handle).copied) or handle.device.session.lost is not None:
         return None
-    if count_dispatch_modes() or function_transform_level() is not None:  # they would act on the copying itself
+    if has_modes_or_transforms():  # they would act on the copying itself
         return None
     value = known_values.value_of(handle)
     return value.clone() if value is not None else host_copies.copy_of(handle)

@@ -19,9 +19,8 @@ from skyproxy.tensor.core.known_values import KnownMeta
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import (
     DisableTorchFunction,
-    count_dispatch_modes,
     disable_current_modes,
-    function_transform_level,
+    has_modes_or_transforms,
 )
 from skyproxy.tensor.dispatch.number_classes import is_huge, key_of, keys_of
 from skyproxy.tensor.dispatch.op_info import GENERATOR, OpInfo
@@ -84,7 +83,7 @@ def takes_dtypes(
         return True
     if info.takes_masks and torch.uint8 in dtypes:  # which warns, too
         return not is_guessed
-    if count_dispatch_modes() or function_transform_level() is not None:
+    if has_modes_or_transforms():
         return True
     if is_small or info.shrinks or info.for_each:
         if not any(_runs(info, args, kwargs, value, most) for value in info.trial_values):

@@ -24,7 +24,7 @@ from skyproxy.tensor.core.host_copies import (
 )
 from skyproxy.tensor.core.known_values import DTYPES, KnownMeta, drop, forget, look_after_use
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import count_dispatch_modes, function_transform_level
+from skyproxy.tensor.core.torch_private import has_modes_or_transforms
 from skyproxy.tensor.dispatch.entries import Entry, gives_parts, written_tensors
 from skyproxy.tensor.dispatch.inference import MASKS
 from skyproxy.tensor.dispatch.sparse_parts import SPARSE, note_parts, resizes_parts
@@ -51,9 +51,6 @@ _UNASKED_BY_CHANGE = 4
 """Uses of a value that nobody asks for, before it is forgotten, and what a change counts: some counters
 are never read, such as those of batch norms, and an operation on a known value costs twice the time."""
 
-_modes = count_dispatch_modes
-_transforms = function_transform_level
-
 
 def follow(call: BoundCall, record: Callable[[], object]) -> object:
     """Records an operation of `FOLLOWED`, and does it here too if the values of all its operands are known.
@@ -63,7 +60,7 @@ def follow(call: BoundCall, record: Callable[[], object]) -> object:
         record: records it and gives its result.
     """
     recorder = call.device.recorder
-    if type(recorder) is not Recorder or _modes() or _transforms() is not None or not _is_exact(call):
+    if type(recorder) is not Recorder or has_modes_or_transforms() or not _is_exact(call):
         return record()
     before = recorder.ops
     result = record()
@@ -127,7 +124,7 @@ def _compare(call: BoundCall, known: dict[int, torch.Tensor], result: object) ->
 
 def nonzero(call: BoundCall) -> torch.Tensor | None:
     """Return the positions at which a tensor is not zero, if its bytes are known here. Elsewhere they lie otherwise."""
-    if call.info.name != "aten::nonzero" or call.device.place[0] != "cpu" or _modes() or _transforms() is not None:
+    if call.info.name != "aten::nonzero" or call.device.place[0] != "cpu" or has_modes_or_transforms():
         return None
     values = values_of(call.tensors[0]._sky)
     return values.nonzero() if values is not None else None
@@ -225,7 +222,7 @@ def key_of_reader(
 def know_filled(handle: Handle, info: OpInfo, args: tuple[object, ...]) -> None:
     """Remember the value of a number that one of `FOLLOWED` has just made of sizes and options alone."""
     recorder, meta = handle.device.recorder, handle.meta
-    if type(recorder) is Recorder and meta.dtype in DTYPES and not _modes() and _transforms() is None:
+    if type(recorder) is Recorder and meta.dtype in DTYPES and not has_modes_or_transforms():
         fill = partial(info.func, *args, dtype=meta.dtype, device="cpu")
         handle.meta = KnownMeta(meta, fill, recorder, 1)
 

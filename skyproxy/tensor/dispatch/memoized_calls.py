@@ -27,9 +27,8 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.tensor.core.torch_private import (
     OpOverload,
-    count_dispatch_modes,
     count_function_modes,
-    function_transform_level,
+    has_modes_or_transforms,
 )
 from skyproxy.tensor.dispatch.op_info import info_of
 
@@ -39,9 +38,6 @@ _RUNS_BEFORE = 2
 """Runs of a call before it is noted: the first times ask and define what later ones know."""
 _ATTEMPTS = 8
 """Attempts to note a call; a batch may be cut in the middle of one."""
-_modes = count_dispatch_modes
-_function_modes = count_function_modes
-_transforms = function_transform_level
 _in_inference_mode = torch.is_inference_mode_enabled
 
 
@@ -264,7 +260,7 @@ def _run_and_memoize(
 
 def _is_watched() -> bool:
     """Return whether somebody else looks at every operation, or changes it."""
-    return bool(_modes() or _function_modes() or _transforms() is not None or torch.is_autocast_enabled("sky"))
+    return has_modes_or_transforms() or count_function_modes() > 0 or torch.is_autocast_enabled("sky")
 
 
 def _applies(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

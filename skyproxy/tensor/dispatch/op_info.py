@@ -171,7 +171,6 @@ _FOLLOWED_FRESH = (
 _FOLLOWED = frozenset("aten::" + name for name in (*_FOLLOWED_IN_PLACE.split(), *_FOLLOWED_FRESH.split()))
 """Operations whose results are known where their operands are: never a view, and exact, see `known_results`."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
-_has_kernel = has_kernel
 
 _TAKE_WHOLE_NUMBERS = (
     "aten::__",
@@ -354,7 +353,7 @@ class OpInfo:
         self.takes_meta = self.is_view or (
             # Not for what the dispatcher does not have, such as `prim::layout`: an error would end the process there.
             self.special is None
-            and any(_has_kernel(self.name, key) for key in ("Meta", "CompositeExplicitAutograd"))
+            and any(has_kernel(self.name, key) for key in ("Meta", "CompositeExplicitAutograd"))
             and packet not in _LOOK_AT_DEVICES
             and not _depends_on_values(func)
         )
@@ -397,7 +396,7 @@ def is_decomposed(name: str) -> bool:
     A few have a formula for devices in general, and kernels for some, whose results differ in the last bit: the worker
     takes those whole, because it may have the kernel (`silu_backward`).
     """
-    return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
 def _rule_of_view(func: OpOverload) -> Rule | None:

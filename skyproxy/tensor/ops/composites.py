@@ -17,8 +17,8 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
     DispatchKey,
     OpOverload,
-    count_dispatch_modes,
     function_transform_level,
+    has_modes_or_transforms,
     is_forward_ad_active,
 )
 from skyproxy.tensor.dispatch.binding import BoundCall
@@ -30,8 +30,6 @@ from skyproxy.tensor.ops.nested_batches import NestedBatch
 aten = torch.ops.aten
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _records_graphs = torch.is_grad_enabled
-_modes = count_dispatch_modes
-_function_transforms = function_transform_level
 
 
 def _kernel(op: OpOverload) -> object:
@@ -41,8 +39,8 @@ def _kernel(op: OpOverload) -> object:
         # Every argument is a plain remote tensor, and nothing sees the parts, as modes and transforms such as vmap do.
         # Complex products are decomposed: which of the parts resolves a conjugate view decides the last bit. Products
         # of integers are so rare that they stay what they are locally, views of a part.
-        whole = args[0].is_floating_point() and not _is_differentiated(args) and not _modes()
-        if whole and _function_transforms() is None:
+        whole = args[0].is_floating_point() and not _is_differentiated(args)
+        if whole and not has_modes_or_transforms():
             if all(type(a) is RemoteTensor for a in args):
                 return dispatch_remote(RemoteTensor, op, (), args)
             if args[-1] is None and all(type(a) is RemoteTensor for a in args[:-1]):
@@ -71,7 +69,7 @@ def _one_hot(classes: torch.Tensor, count: int = -1) -> object:
 
     For tensors of Python PyTorch takes a form that makes rows of zeros of them.
     """
-    if type(classes) is not RemoteTensor or _modes() or _function_transforms() is not None:
+    if type(classes) is not RemoteTensor or has_modes_or_transforms():
         return aten.one_hot.default._op_dk(_COMPOSITE, classes, count)
     if classes.dtype is not torch.int64:
         raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
@@ -91,7 +89,7 @@ def _is_plain(args: tuple[object, ...]) -> bool:
                 return False
         elif isinstance(a, torch.Tensor):
             return False
-    return not (is_forward_ad_active() or _modes()) and _function_transforms() is None
+    return not is_forward_ad_active() and not has_modes_or_transforms()
 
 
 def _one_result(op: OpOverload) -> object:
@@ -118,7 +116,7 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> object:
 
     ATen takes its fused kernel for devices such as ours, which CPUs do not use.
     """
-    ours = isinstance(input, RemoteTensor) or (type(input) is torch.Tensor and _function_transforms() is not None)
+    ours = isinstance(input, RemoteTensor) or (type(input) is torch.Tensor and function_transform_level() is not None)
     if not ours or not train or not 0 < p < 1 or not input.numel() or DEVICES.of(input.device).place[0] != "cpu":
         return aten.dropout.default._op_dk(_COMPOSITE, input, p, train)
     return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)

@@ -17,7 +17,7 @@ from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.host_copies import values_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import OpOverload, count_dispatch_modes, function_transform_level
+from skyproxy.tensor.core.torch_private import OpOverload, has_modes_or_transforms
 from skyproxy.tensor.core.transfers import upload
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 
@@ -70,7 +70,7 @@ def _invert_known(plain: Callable[..., torch.Tensor | None]) -> Callable[..., to
     def invert_permutation(permutation: torch.Tensor | None) -> torch.Tensor | None:
         is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         usual = type(permutation) is RemoteTensor and permutation.dim() == 1 and not is_traced
-        if usual and not count_dispatch_modes() and function_transform_level() is None:
+        if usual and not has_modes_or_transforms():
             order = values_of(permutation._sky)  # type: ignore[union-attr]  # it is remote
             if order is not None and order.dtype is torch.int64 and _permutes(order):
                 return upload(plain(order), permutation._sky.device)  # type: ignore[union-attr,arg-type]

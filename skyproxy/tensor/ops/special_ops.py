@@ -22,9 +22,8 @@ from skyproxy.tensor.core.torch_private import (
     SetExcludedKey,
     all_op_names,
     checks_sparse_invariants,
-    count_dispatch_modes,
-    function_transform_level,
     has_kernel,
+    has_modes_or_transforms,
     maybe_resize_out,
     safe_copy_out,
     set_sparse_invariant_checks,
@@ -40,7 +39,6 @@ from skyproxy.tensor.ops.set_storage import set_to_part
 aten = torch.ops.aten
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _DEVICE_KERNEL = DispatchKey.PrivateUse1
-_has_kernel = has_kernel
 _COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 _VIEWS_AND_CHANGES = DispatchKey.ADInplaceOrView
 _ExclusionOf = SetExcludedKey
@@ -56,14 +54,14 @@ def _divide(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: di
     what is a view of what, and refuses to change tensors of inference elsewhere. `narrow` and `chunk` do so as a whole.
     """
     inference = _in_inference_mode() or any(isinstance(a, torch.Tensor) and a.is_inference() for a in args)
-    if inference and not _has_kernel(info.name, "ADInplaceOrView"):
+    if inference and not has_kernel(info.name, "ADInplaceOrView"):
         with _ExclusionOf(_VIEWS_AND_CHANGES, False):
             return _parts_of(info, func, args, kwargs)
     return _parts_of(info, func, args, kwargs)
 
 
 def _parts_of(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    if _has_kernel(info.name, "CompositeImplicitAutograd"):
+    if has_kernel(info.name, "CompositeImplicitAutograd"):
         return func._op_dk(_COMPOSITE, *args, **kwargs)
     return func.decompose(*args, **kwargs)
 
@@ -90,11 +88,11 @@ def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: d
     A kernel that was registered for the device (`register_kernel("sky")`) goes before one for all, as on every device.
     """
     of_groups = "c10d" in info.name.partition("::")[0]  # PyTorch has kernels of its own for every device, and no group
-    if not of_groups and _has_kernel(info.name, "PrivateUse1"):
+    if not of_groups and has_kernel(info.name, "PrivateUse1"):
         return func._op_dk(_DEVICE_KERNEL, *args, **kwargs)
-    if _has_kernel(info.name, "CompositeExplicitAutograd"):
+    if has_kernel(info.name, "CompositeExplicitAutograd"):
         return _run_here(info, func, args, kwargs)
-    if _has_kernel(info.name, "CompositeImplicitAutograd"):
+    if has_kernel(info.name, "CompositeImplicitAutograd"):
         return func.decompose(*args, **kwargs)
     if of_groups:
         raise UnsupportedOpError(
@@ -251,8 +249,7 @@ def _ctc_loss(
     Lengths on the device stay there; looking at them would wait.
     """
     lengths = (input_lengths, target_lengths)
-    watched = count_dispatch_modes() or function_transform_level() is not None
-    if watched or not any(a.device.type == "cpu" for a in lengths):
+    if has_modes_or_transforms() or not any(a.device.type == "cpu" for a in lengths):
         return _COMPOSITE_CTC_LOSS(log_probs, targets, *lengths, *rest)
     for name, a in zip(("input_lengths", "target_lengths"), lengths, strict=True):
         if a.dtype.is_floating_point or a.dtype.is_complex or a.dtype is torch.bool:
@@ -454,9 +451,9 @@ def install(library: torch.library.Library) -> None:
         "_validate_sparse_coo_tensor_args", kernel("aten::_validate_sparse_coo_tensor_args"), "AutogradPrivateUse1"
     )
     for name in all_op_names():
-        if not name.startswith("aten::") or not _has_kernel(name, "BackendSelect"):
+        if not name.startswith("aten::") or not has_kernel(name, "BackendSelect"):
             continue
-        if not _has_kernel(name, "CompositeImplicitAutograd"):
+        if not has_kernel(name, "CompositeImplicitAutograd"):
             for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1"):
                 library.m.impl(name[len("aten::") :], key, kernel(name), False)  # type: ignore[union-attr]
 
