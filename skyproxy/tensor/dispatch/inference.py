@@ -36,6 +36,9 @@ from skyproxy.tensor.shapes.kernel_strides import corrected, corrected_lists
 from skyproxy.tensor.shapes.rules import TARGET, Look, RuleAnswer, is_written_twice, keeps_target, row_major
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from skyproxy.tensor.core.devices import SkyDevice
     from skyproxy.tensor.dispatch.binding import BoundCall
 
 
@@ -136,11 +139,21 @@ def infer_filled(call: BoundCall) -> Entry | None:
 def depends_on_kind(call: BoundCall) -> bool:
     """Return whether only the worker can tell what the results look like, which nothing here knows of its device."""
     info = call.info
+    if kind_decides(info, call.device, call.tensors):
+        return True
     if info.asks_worker_for_halves and any(t.dtype in _HALVES for t in call.tensors):
-        return info.rule is None or call.device.row["type"] != "cpu" or _ask_rule(call) is None
+        return info.rule is None or _ask_rule(call) is None
     if info.takes_one_dtype and len({t.dtype for t in call.tensors}) > 1:
         return True  # the mistake that people make most, whose error should come at its line
-    return info.asks_worker_for_shape or (info.asks_cuda_for_shape and call.device.row["type"] == "cuda")
+    return info.asks_worker_for_shape
+
+
+def kind_decides(info: OpInfo, device: SkyDevice, args: Iterable[object]) -> bool:
+    """Return whether the kind of the worker's device decides what results look like, and it is none that rules know."""
+    kind = device.row["type"]
+    if info.asks_cuda_for_shape and kind == "cuda":
+        return True
+    return info.asks_worker_for_halves and kind != "cpu" and any(getattr(a, "dtype", None) in _HALVES for a in args)
 
 
 def _turn(call: BoundCall, found: RuleAnswer) -> Entry:

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from skyproxy import torch_codec
 from skyproxy.errors import LimitExceededError, ProtocolError
-from skyproxy.interrupts import raised_by_handler, shielded
+from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core import host_copies, known_values
@@ -33,11 +33,11 @@ from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, example_on, make_elsewhere, run_across_devices
 from skyproxy.tensor.dispatch.op_info import NUMBER, SCALAR, TENSORS, OpInfo, info_of
 from skyproxy.tensor.dispatch.overlaps import may_overlap, overlaps
+from skyproxy.tensor.dispatch.replies import described_meta, wrap_result
 
 _infers = torch.is_inference_mode_enabled
 _is_of_inference = TensorBase.is_inference
 _getframe = sys._getframe
-_HALVES = (torch.float16, torch.bfloat16)
 _VALUES = frozenset({NUMBER, SCALAR})
 _NUMBERS = frozenset({int, float, list})
 _record_lines = SETTINGS.record_lines
@@ -200,7 +200,7 @@ def learn(
 
     The short way, for arguments that the fast path has taken: tensors, numbers (no symbols), lists of them, constants.
     """
-    if (info.asks_cuda_for_shape or info.asks_worker_for_halves) and _asks(info, device, args):
+    if (info.asks_cuda_for_shape or info.asks_worker_for_halves) and inference.kind_decides(info, device, args):
         return None
     looks: list[Any] = []
     templates: list[object] = []
@@ -266,14 +266,6 @@ def learn(
     device.misses += 1
     device.remember(key, entry)
     return entry
-
-
-def _asks(info: OpInfo, device: SkyDevice, args: tuple[Any, ...]) -> bool:
-    """Return whether only the worker can tell what the results look like, of what `learn` gets."""
-    kind = device.row["type"]
-    if info.asks_cuda_for_shape and kind == "cuda":
-        return True
-    return info.asks_worker_for_halves and kind != "cpu" and any(getattr(a, "dtype", None) in _HALVES for a in args)
 
 
 def _unalias(call: BoundCall, positions: list[int]) -> BoundCall:
@@ -385,7 +377,7 @@ def ask(call: BoundCall, key: object = None, record: Callable[[list[object]], No
     written = written_tensors(call)
     slots = [handle.slot for handle in handles] + [inputs[i] for i in written]
     rows = device.session.describe(info.name, slots, inputs)
-    found = iter([_wrap_reply(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
+    found = iter([wrap_result(call, handle, row) for handle, row in zip(handles, rows, strict=False)])
     changed = []
     for i, (fields, _) in zip(written, rows[len(handles) :], strict=True):
         if fields is None or fields == "list":
@@ -432,54 +424,6 @@ def record_unknown(call: BoundCall, record: Callable[[list[object]], None] | Non
     return handles
 
 
-def _wrap_reply(call: BoundCall, handle: Handle, row: Sequence[Any]) -> tuple[Output, Any]:
-    """One result of an op that was asked for: what is known of it, and the result itself."""
-    fields, alias = row
-    if fields is None:
-        return Output(), alias
-    if fields == "list":  # one slot holds them all; each gets its own
-        handles = [call.device.new_handle(None) for _ in alias]
-        call.device.session.do("take_apart", handle.slot, [h.slot for h in handles])
-        return Output(), [_wrap_reply(call, h, part)[1] for h, part in zip(handles, alias, strict=True)]
-    if fields[0] == torch_codec.NESTED:
-        known_results.lend_memory(call)
-        return Output(), wrap_answer(handle, row)
-    handle.meta = described_meta(fields)
-    if alias < 0:
-        known_results.note_memory(call, handle)
-        return Output(meta=handle.meta), make_tensor(handle.meta, handle)
-    if alias >= len(call.tensors):
-        raise ProtocolError(f"the worker says that a result of {call.info.name} is a view of input {alias}")
-    base = call.tensors[alias]
-    handle.root = base._sky.root or base._sky
-    return Output(meta=handle.meta, shares=alias), make_view(handle.meta, handle, base)
-
-
-wrap_described: dict[str, Callable[[Handle, list[Any]], torch.Tensor]] = {}
-"""Makes tensors of what the worker describes otherwise than by sizes and strides, by the first of the fields."""
-
-
-def wrap_answer(handle: Handle, row: Sequence[Any]) -> torch.Tensor | None:
-    """The tensor in a slot that the worker has described, with a memory of its own; None where there is none."""
-    fields, _ = row
-    if fields is None:
-        return None
-    if fields[0] == torch_codec.NESTED:
-        return wrap_described[fields[0]](handle, fields)
-    handle.meta = described_meta(fields)
-    return make_tensor(handle.meta, handle)
-
-
-def described_meta(fields: list[Any]) -> Meta:
-    """Return the look that the worker describes."""
-    try:
-        return inference.intern_meta(torch_codec.decode_description(fields))
-    except (KeyError, ValueError, RuntimeError) as error:
-        if raised_by_handler(error):
-            raise
-        raise ProtocolError(f"the worker describes no tensor: {error!r:.80}") from error
-
-
 def dispatch(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Runs an op that PyTorch hands over without a remote tensor among its arguments: factories, and kernels that
     were registered for the device.
@@ -488,12 +432,10 @@ def dispatch(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, objec
 
 
 __all__ = [
-    "described_meta",
     "dispatch",
     "record",
     "record_as",
     "record_unknown",
     "remember_line",
     "run",
-    "wrap_described",
 ]

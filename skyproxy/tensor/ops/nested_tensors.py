@@ -31,7 +31,7 @@ from skyproxy.tensor.core.torch_private import (
     make_wrapper_subclass,
     pytree,
 )
-from skyproxy.tensor.dispatch import recording
+from skyproxy.tensor.dispatch import recording, replies
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements, info_of
 from skyproxy.tensor.ops.nested_copies import convert_nested, copy_nested
@@ -391,7 +391,7 @@ class _Differentiated(torch.autograd.Function):
             session.call("differentiate", ctx.graph.slot, slots, places, [handle.slot for handle in made])
             rows = session.describe("gradients", [handle.slot for handle in made], [])
             for i, handle, row in zip(wanted, made, rows, strict=True):
-                found[i + 3] = recording.wrap_answer(handle, row)
+                found[i + 3] = replies.wrap_answer(handle, row)
         return tuple(found)
 
 
@@ -456,7 +456,7 @@ def _from_list_here(*args: Any, **kwargs: Any) -> object:
 
 def install() -> None:
     """Lets nested tensors be made on a worker of what lies here, and of what a worker describes as one."""
-    recording.wrap_described[torch_codec.NESTED] = RemoteNestedTensor.holding
+    replies.wrap_described[torch_codec.NESTED] = RemoteNestedTensor.holding
     library = torch.library.Library("aten", "IMPL")
     library.impl("_nested_tensor_from_tensor_list", _from_list_here, "CPU")
     library.impl("_to_copy", copy_nested, "NestedTensorPrivateUse1")

@@ -16,7 +16,8 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements, info_of
-from skyproxy.tensor.dispatch.recording import described_meta, record_as, record_unknown, run
+from skyproxy.tensor.dispatch.recording import record_as, record_unknown, run
+from skyproxy.tensor.dispatch.replies import described_meta
 from skyproxy.tensor.dispatch.sparse_parts import SPARSE, Parts, known_parts
 
 aten = torch.ops.aten
