@@ -136,7 +136,7 @@ def up(
         "snapshots": snapshots,
     }
     suspend_seconds = limit_seconds(suspend_after, "--suspend-after")
-    chosen, why = asyncio.run(_choose(provider, address, name))
+    chosen, why = asyncio.run(_choose(provider, address))
     if chosen is ProviderName.SSH:
         _check_ssh_options(target is not None, chosen, {})
     if why:
@@ -254,7 +254,7 @@ def _forget(name: str, context: Context) -> bool:
     return forgotten
 
 
-async def _choose(provider: ProviderName | None, address: ClusterAddress, name: str) -> tuple[ProviderName, str]:
+async def _choose(provider: ProviderName | None, address: ClusterAddress) -> tuple[ProviderName, str]:
     """The provider, and why, where the user did not say."""
     if provider is not None:
         return provider, ""

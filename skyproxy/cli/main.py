@@ -33,9 +33,23 @@ from skyproxy.cli.output import fail, show_json, show_line
 from skyproxy.errors import SkyproxyError
 from skyproxy.first_use import tell_misspelt_variables
 
+_ELSEWHERE = {
+    **dict.fromkeys(("ls", "ps", "get"), "list"),
+    **dict.fromkeys(("create", "launch", "start"), "up"),
+    **dict.fromkeys(("delete", "destroy", "rm", "terminate"), "down"),
+    "stop": "suspend",
+    **dict.fromkeys(("exec", "python"), "run"),
+}
+"""What other programs call these commands; by their letters alone, gpus would be suggested for ps, and top for stop."""
+
 
 class _Commands(TyperGroup):
     """Ends with a message and a status of its own where skyproxy says what is wrong; no traceback."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (meant := _ELSEWHERE.get(args[0])) is not None:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -92,6 +92,13 @@ def test_a_name_that_is_nearly_one_is_told(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "Did you mean" not in run("status", "other").output
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("ps", "list"), ("stop", "suspend"), ("rm", "down"), ("statu", "status")])
+def test_a_command_of_another_name_is_told(typed: str, meant: str) -> None:
+    result = run(typed)
+    assert result.exit_code == 2
+    assert f"No such command '{typed}'. Did you mean '{meant}'?" in result.output
+
+
 def test_version_names_what_we_stand_on() -> None:
     result = run("version")
     assert result.exit_code == 0
