@@ -1,14 +1,15 @@
 """Checks the documentation against itself and against the code; `make docs` runs it.
 
 Internal links lead somewhere, Python blocks compile, pages can be reached from docs/index.md, `make` targets exist,
-files that pages for readers of the code name exist, what a step of the architecture's ways names is in a file of that
-step, and the tables of settings, errors, threads and locks say what the code says. Prints one line a problem and exits
-with 1 if there is any.
+files that pages for readers of the code name exist, and so do errors that any page names, what a step of the
+architecture's ways names is in a file of that step, and the tables of settings, errors, threads and locks say what the
+code says. Prints one line a problem and exits with 1 if there is any.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import inspect
 import re
@@ -24,6 +25,7 @@ MAKE = re.compile(r"(?:^|`)make((?: [a-z][a-z0-9-]*)+)", re.MULTILINE)
 EXTERNAL = re.compile(r"^[a-z][a-z0-9+.-]*:")
 STEP = re.compile(r"^\d+\. .*(?:\n[ \t]+\S.*)*", re.MULTILINE)
 IDENTIFIER = re.compile(r"`@?([A-Za-z_]\w+)(?:\([^`]*\))?`")
+ERROR = re.compile(r"\b\w+Error\b")
 NAMED_FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*\.(?:py|md|toml|yaml|yml))(?:::\w+)?`")
 
 CODE = ("skyproxy", "skyproxy_server", "operator/skyproxy_operator")
@@ -198,6 +200,20 @@ def check_errors(root: Path, errors: ModuleType) -> Iterator[str]:
         yield f"{name}: the code has no error {error}"
 
 
+def check_named_errors(root: Path) -> Iterator[str]:
+    """Errors that pages name, and that neither Python nor any of the packages knows: they were renamed."""
+    words = set(dir(builtins))
+    for folder in CODE:
+        for path in (root / folder).rglob("*.py"):
+            words.update(ERROR.findall(path.read_text(encoding="utf-8")))
+    for page in root.glob("docs/**/*.md"):
+        text = page.read_text(encoding="utf-8")
+        for match in IDENTIFIER.finditer(text):
+            if ERROR.fullmatch(match[1]) and match[1] not in words:
+                line = text.count("\n", 0, match.start()) + 1
+                yield f"{page.relative_to(root)}:{line}: the code has no {match[1]}"
+
+
 def check_named_files(root: Path) -> Iterator[str]:
     """Files that the pages for readers of the code name, and that do not exist."""
     for name in PAGES_ABOUT_FILES:
@@ -365,6 +381,7 @@ def problems(root: Path) -> list[str]:
         *check_settings(root, settings.Settings),
         *check_variables(root, variables),
         *check_errors(root, errors),
+        *check_named_errors(root),
         *check_named_files(root),
         *check_steps(root),
         *check_threads(root),

@@ -49,6 +49,7 @@ def found(site: Path) -> list[str]:
         *check_docs.check_make_targets(site),
         *check_docs.check_settings(site, Settings),
         *check_docs.check_errors(site, errors_module()),
+        *check_docs.check_named_errors(site),
     ]
 
 
@@ -73,6 +74,7 @@ def test_sound_documentation_has_no_problems(site: Path) -> None:
         ("docs/lonely.md", "# Lonely", "docs/lonely.md: no page links to it"),
         ("docs/reference/settings.md", "| `width` | `SKYPROXY_WIDTH` | `1` | wide |", "the code has no setting width"),
         ("docs/reference/errors.md", "| `Ouch` | `ValueError` | never |", "the code has no error Ouch"),
+        ("docs/index.md", "raises `OuchError`, or `KeyError`", "docs/index.md:4: the code has no OuchError"),
     ],
 )
 def test_a_mistake_is_found(page: str, addition: str, message: str, site: Path) -> None:
