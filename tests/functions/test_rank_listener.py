@@ -19,6 +19,7 @@ import pytest
 from skyproxy.functions.rank_listener import RankListener, listening
 from skyproxy.runtime import breakpoints
 from skyproxy.runtime.debug_rooms import Line
+from tests.runtime.prompts import until_prompt
 
 if sys.platform == "win32":
     pytest.skip("sockets that are files", allow_module_level=True)
@@ -84,16 +85,6 @@ def begin() -> Iterator[Callable[..., Rank]]:
             if rank.process.poll() is None:
                 rank.process.kill()
                 rank.process.wait(WAIT_SECONDS)
-
-
-def until_prompt(said: Iterator[tuple[str, str]]) -> str:
-    text = ""
-    for kind, part in said:
-        if kind == "prompt":
-            return text
-        assert kind in ("text", "alive")
-        text += part
-    raise AssertionError(f"it ended after {text!r}")
 
 
 def test_a_breakpoint_of_a_script_waits_and_says_which_rank_it_is(begin: Callable[..., Rank]) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import skyproxy as sky
 from skyproxy.errors import ActorDiedError, ConfigurationError, SessionLostError
 from skyproxy.pools import Compute, PoolFuture
 from skyproxy.runtime.actors import ACTORS, Actors
+from tests.integration.programs import wait_for
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE_SECONDS = 100
@@ -138,13 +139,6 @@ def lonely() -> Iterator[Compute]:
     """A pool of one process, which may die."""
     with Compute(provider=sky.Local(device="cpu")) as pool:
         yield pool
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def is_kept(identity: str) -> bool:
@@ -264,7 +258,7 @@ def test_actors_spread_over_the_ranks(pool: Compute) -> None:
 def test_tasks_run_beside_an_actor(pool: Compute, tmp_path: Path) -> None:
     counter = Counter.on(pool, rank=0)()
     waiting = pool.submit(counter.wait_for, str(tmp_path / "go"), str(tmp_path / "begun"))
-    until((tmp_path / "begun").exists)
+    wait_for((tmp_path / "begun").exists, "it begins")
     assert sky.function(abs)(-1).on(0) >> pool == 1
     (tmp_path / "go").touch()
     assert waiting.result(PATIENCE_SECONDS) == 1
@@ -315,7 +309,7 @@ def test_cancelled_calls_leave_the_actor_as_it_is(pool: Compute, tmp_path: Path)
     running = pool.submit(counter.wait_for, str(tmp_path / "never"), str(tmp_path / "begun"))
     queued = pool.submit(counter.add)
     last = pool.submit(counter.add, 10)
-    until((tmp_path / "begun").exists)
+    wait_for((tmp_path / "begun").exists, "it begins")
     assert queued.cancel()
     assert running.cancel()
     assert last.result(PATIENCE_SECONDS) == 10
@@ -344,7 +338,7 @@ def test_an_actor_that_nobody_holds_is_let_go(pool: Compute) -> None:
         gc.collect()
         return not kept(identity) >> pool
 
-    until(gone)
+    wait_for(gone, "it is gone")
 
 
 def test_a_dead_process_is_named(lonely: Compute, tmp_path: Path) -> None:
@@ -392,7 +386,7 @@ def test_closing_the_pool_ends_its_actors(tmp_path: Path) -> None:
         counter = Counter.on(pool)()
         running = pool.submit(counter.wait_for, str(tmp_path / "never"), str(tmp_path / "begun"))
         queued = pool.submit(counter.add)
-        until((tmp_path / "begun").exists)
+        wait_for((tmp_path / "begun").exists, "it begins")
     for future in (running, queued):
         with pytest.raises(CancelledError):
             future.result(PATIENCE_SECONDS)

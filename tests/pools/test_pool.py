@@ -24,6 +24,7 @@ from skyproxy.functions import Payload
 from skyproxy.pools import Compute, PoolFuture
 from skyproxy.pools.scheduler import Scheduler
 from skyproxy.pools.slots import ProcessSlots
+from tests.integration import programs
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +75,6 @@ def fail(on: int = -1) -> int:
 @sky.compute
 def count(to: int) -> Iterator[int]:
     yield from range(to)
-
-
-def until(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_one_process_runs_a_call(pool: Compute) -> None:
@@ -221,7 +215,7 @@ def test_a_task_is_muted_for_itself_alone(pool: Compute, capsys: pytest.CaptureF
     begun, path = tmp_path / "begun", tmp_path / "path"
     # A broadcast runs beside single calls: two tasks in one process, and only one of them is muted.
     running = quiet(str(begun), str(path)).on(0) > pool
-    until(begun.exists)
+    programs.wait_for(begun.exists, "it begins")
     speak("loud") @ pool
     path.touch()
     running.result(60)
@@ -240,7 +234,7 @@ def test_a_cancelled_call_ends_on_its_worker(pool: Compute, tmp_path: Path) -> N
     begun, path = tmp_path / "begun", tmp_path / "never"
     running = touch_and_wait(str(begun), str(path), 1).on(1) > pool
     waiting = where().on(1) > pool
-    until(begun.exists)
+    programs.wait_for(begun.exists, "it begins")
     assert not waiting.done()
     assert running.cancel()
     with pytest.raises(CancelledError):

@@ -12,8 +12,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from skyproxy.providers.ssh import SshWorker, find, list_workers, name_of, start
 from skyproxy.providers.ssh_connection import SshTarget, failure
 from skyproxy.providers.ssh_tunnel import Tunnel
 from skyproxy.transport.worker_report import ask_worker
+from tests.integration.programs import wait_for
 
 SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 KEYGEN = shutil.which("ssh-keygen")
@@ -46,15 +45,6 @@ def real(test: Callable[..., None]) -> Callable[..., None]:
 
 pytestmark = pytest.mark.timeout(1200)
 WAIT_SECONDS = 300.0
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    """What `true` gives as soon as it is something."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (found := true()):
-        assert time.monotonic() < deadline, what
-        threading.Event().wait(0.05)
-    return found
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,7 @@ def serve(folder: Path, home: Path, host_key: Path, user_key: Path) -> tuple[sub
         )
         with (folder / "sshd.log").open("wb") as log:
             process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(config)], stdin=subprocess.DEVNULL, stderr=log)
-        until(functools.partial(answers, process, port), "sshd does not listen")
+        wait_for(functools.partial(answers, process, port), "sshd listens")
         if process.poll() is None:
             return process, port
     pytest.skip("sshd does not start here: " + (folder / "sshd.log").read_text(errors="replace"))
@@ -263,7 +253,7 @@ def test_a_tunnel_is_opened_again_where_it_led_before(host: Host, worker: SshWor
         assert ask_worker(url, worker.token(), timeout_seconds=60)["sessions"] == 0
         first = tunnel._process
         first.kill()
-        until(lambda: tunnel._process is not first, "no new tunnel")
+        wait_for(lambda: tunnel._process is not first, "a new tunnel")
         assert ask_worker(url, worker.token(), timeout_seconds=60)["sessions"] == 0
     finally:
         tunnel.close()
@@ -279,7 +269,7 @@ def test_a_killed_worker_is_lost_and_its_name_can_be_taken_again(host: Host, wor
         assert up(host).exit_code == 0
     process_id = process_of(host)
     os.kill(process_id, 9)
-    until(lambda: not worker.ask("status")["alive"], "the worker does not die")
+    wait_for(lambda: not worker.ask("status")["alive"], "the worker dies")
     status = run("status", "gpu-box", "--json")
     assert status.exit_code == 1
     assert json.loads(status.stdout)["phase"] == "Lost"

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from skyproxy.providers.ssh import find
-from tests.providers.test_ssh import SSHD, Host, answers, keys, python, real, run, state, until
+from tests.integration.programs import wait_for
+from tests.providers.test_ssh import SSHD, Host, answers, keys, python, real, run, state
 
 __all__ = ["state"]
 pytestmark = [
@@ -58,7 +59,7 @@ def accounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hos
         command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", start]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
     try:
-        until(functools.partial(answers, process, port), "sshd does not listen")
+        wait_for(functools.partial(answers, process, port), "sshd listens")
         if process.poll() is not None:
             pytest.skip("sshd does not start here: " + (folder / "sshd.log").read_text(errors="replace"))
         (folder / "known_hosts").write_text("gpu-box " + host_key.with_suffix(".pub").read_text())

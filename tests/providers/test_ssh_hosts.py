@@ -20,6 +20,7 @@ from skyproxy.providers import ssh_connection, ssh_remote, ssh_tunnel
 from skyproxy.providers.ssh import SshWorker, find, list_workers, start
 from skyproxy.providers.ssh_connection import SshTarget, call
 from skyproxy.providers.ssh_tunnel import Tunnel
+from tests.integration.programs import wait_for
 from tests.providers.test_ssh import (
     KEYGEN,
     NEEDS,
@@ -32,7 +33,6 @@ from tests.providers.test_ssh import (
     real,
     run,
     state,
-    until,
     up,
 )
 
@@ -189,7 +189,7 @@ def asking(host: Host, tmp_path: Path) -> Iterator[Callable[[str], SshTarget]]:
         )
         with (tmp_path / "sshd.log").open("wb") as log:
             process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(config)], stdin=subprocess.DEVNULL, stderr=log)
-        until(functools.partial(answers, process, port), "sshd does not listen")
+        wait_for(functools.partial(answers, process, port), "sshd listens")
         if process.poll() is None:
             break
     else:
@@ -261,7 +261,7 @@ def interrupt_up(host: Host, seen: Callable[[], object]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(item for item in sys.path if item)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        until(lambda: process.poll() is not None or seen(), "nothing is begun")
+        wait_for(lambda: process.poll() is not None or seen(), "it begins")
         assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=WAIT_SECONDS)
@@ -277,7 +277,7 @@ def interrupt_up(host: Host, seen: Callable[[], object]) -> None:
 def test_an_interrupted_installation_leaves_nothing(host: Host, state: Path) -> None:
     cache = host.home / ".cache" / "skyproxy" / "ssh"
     interrupt_up(host, lambda: list(cache.glob("environments/*/bin/python")))
-    until(lambda: not processes_below(host.home), "something still runs there")
+    wait_for(lambda: not processes_below(host.home), "nothing runs there")
     assert host.files() == []
 
 
@@ -296,8 +296,8 @@ def test_two_people_with_one_account_do_not_meet(
         assert json.loads(run("list", "--json").stdout) == []
         # The environment is there already, so the interrupt strikes while the worker starts.
         interrupt_up(host, lambda: len(list(workers.glob("*/worker.json"))) == 2)
-        until(lambda: len(list(workers.iterdir())) == 1, "the worker that was begun is still there")
-        until(lambda: len(processes_below(workers)) == 1, "something still runs there")
+        wait_for(lambda: len(list(workers.iterdir())) == 1, "one worker is left")
+        wait_for(lambda: len(processes_below(workers)) == 1, "nothing runs there")
         assert up(host).exit_code == 0
         other = find("gpu-box")
         assert other is not None

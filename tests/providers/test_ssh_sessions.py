@@ -21,8 +21,9 @@ from skyproxy.errors import ConnectError
 from skyproxy.providers.ssh import SshWorker, find
 from skyproxy.providers.ssh_connection import call
 from skyproxy.providers.ssh_tunnel import Tunnel
+from tests.integration.programs import wait_for
 from tests.integration.programs import worker as started_worker
-from tests.providers.test_ssh import NEEDS, Host, host, python, real, run, state, until, up
+from tests.providers.test_ssh import NEEDS, Host, host, python, real, run, state, up
 
 __all__ = ["host", "state"]
 pytestmark = [NEEDS, pytest.mark.timeout(1200)]
@@ -86,7 +87,7 @@ def test_a_session_goes_on_after_its_tunnel_however_long_that_is_away(
     os.kill(away.tunnel._process.pid, number)
     y = x * 2
     # Without a tunnel, nothing listens here: three refusals would be the end of the session.
-    until(lambda: away.asked >= 8, "nobody tries to come back")
+    wait_for(lambda: away.asked >= 8, "somebody tries to come back")
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", away.tunnel.port), 5):
         pass
     with pytest.raises(ConnectError, match="the tunnel to gpu-box has ended and is opened again"):
@@ -117,7 +118,7 @@ def test_a_tunnel_that_hangs_is_ended_and_opened_again(
 def test_what_keeps_a_host_away_is_told_once(away: Away, caplog: pytest.LogCaptureFixture) -> None:
     away.is_away = True
     away.tunnel._process.kill()
-    until(lambda: "nobody can log in" in away.tunnel._problem, "no attempt is made")
+    wait_for(lambda: "nobody can log in" in away.tunnel._problem, "an attempt is made")
     assert caplog.text.count("has ended and is opened again") == 1
     opened, attempts = away.tunnel._open, []
 
@@ -126,10 +127,10 @@ def test_what_keeps_a_host_away_is_told_once(away: Away, caplog: pytest.LogCaptu
         return opened()
 
     away.tunnel._open = counts  # type: ignore[method-assign]
-    until(lambda: len(attempts) >= 3, "no further attempt is made")
+    wait_for(lambda: len(attempts) >= 3, "further attempts are made")
     assert caplog.text.count("nobody can log in") == 1
     away.is_away = False
-    until(lambda: away.tunnel._process.poll() is None, "no new tunnel")
+    wait_for(lambda: away.tunnel._process.poll() is None, "a new tunnel")
 
 
 def test_a_worker_that_is_being_installed_is_not_lost(host: Host) -> None:

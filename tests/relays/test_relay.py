@@ -9,7 +9,6 @@ import socket
 import ssl
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,6 +19,7 @@ from skyproxy.relays.edges import SECRET_BYTES, UnreachableError
 from skyproxy.relays.encryption import own_certificate
 from skyproxy.relays.relay import MAX_BYTES, Relay
 from skyproxy.transport.trust import PinnedContext
+from tests.integration.programs import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files without a name are there on Linux only")
 PATIENCE_SECONDS = 30
@@ -51,13 +51,6 @@ def relay_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("skyproxy-relay")]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        threading.Event().wait(0.01)
-
-
 @pytest.mark.parametrize("near", [True, False])
 def test_it_is_passed_on_when_it_has_come_and_then_nothing_is_left(make: Callable[[], Relay], near: bool) -> None:
     ended = threading.Event()
@@ -70,7 +63,7 @@ def test_it_is_passed_on_when_it_has_come_and_then_nothing_is_left(make: Callabl
     assert not ended.is_set(), "the parent's own call has not begun"
     assert content_of(child) == content_of(parent) == PAYLOAD
     assert ended.wait(PATIENCE_SECONDS)
-    until(lambda: not relay_threads())
+    wait_for(lambda: not relay_threads(), "its threads end")
     with pytest.raises(OSError):
         content_of(parent)
     with pytest.raises(ConnectionRefusedError):
@@ -123,7 +116,7 @@ def test_strangers_keep_nobody_out_and_are_bounded(make: Callable[[], Relay]) ->
         for _ in range(40):
             with contextlib.suppress(OSError):
                 stack.enter_context(socket.create_connection((HERE, port), 5))
-        until(lambda: len(relay_threads()) <= 36)
+        wait_for(lambda: len(relay_threads()) <= 36, "threads end")
     assert content_of(child) == PAYLOAD
 
 
@@ -139,7 +132,7 @@ def test_those_that_wait_learn_that_there_will_be_none(make: Callable[[], Relay]
 
     fetching = threading.Thread(target=fetch)
     fetching.start()
-    until(lambda: parent._serving == 1)
+    wait_for(lambda: parent._serving == 1, "one is served")
     parent.end()
     fetching.join(PATIENCE_SECONDS)
     assert errors == ["the other process has not got it"]
@@ -227,7 +220,7 @@ def test_a_relay_has_an_end_even_if_its_client_forgets_it(monkeypatch: pytest.Mo
     relay = Relay(len(PAYLOAD), DIGEST, ended.set)
     relay.listen(HERE, {SECRET: False})
     assert ended.wait(PATIENCE_SECONDS)
-    until(lambda: not relay_threads())
+    wait_for(lambda: not relay_threads(), "its threads end")
 
 
 def test_an_address_that_others_translate_is_listened_for_on_all(make: Callable[[], Relay]) -> None:

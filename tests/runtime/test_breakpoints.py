@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime import breakpoints
 from skyproxy.runtime.breakpoints import DEBUGGERS, Debugger, Place, describe, is_quit, stop_tracing
+from tests.runtime.prompts import until_prompt
 
 LONG_SECONDS = 60.0
 
@@ -39,16 +40,6 @@ class Stopped:
     def end(self) -> None:
         self.thread.join(LONG_SECONDS)
         assert not self.thread.is_alive()
-
-
-def until_prompt(said: Iterator[tuple[str, str]]) -> str:
-    text = ""
-    for kind, part in said:
-        if kind == "prompt":
-            return text
-        assert kind in ("text", "alive")
-        text += part
-    raise AssertionError(f"it ended after {text!r}")
 
 
 def add_up(debugger: Debugger) -> int:

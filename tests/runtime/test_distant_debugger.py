@@ -5,7 +5,6 @@ from __future__ import annotations
 import bdb
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.breakpoints import Debugger, known_place, stop_tracing
 from skyproxy.runtime.distant_debugger import MAX_TEXT_CHARACTERS, DebuggedProcess, DistantDebugger
+from tests.runtime.prompts import until_prompt
 
 WAIT_SECONDS = 60.0
 PLACE = {"kind": "breakpoint", "file": "f", "function": "g", "pool": "", "line": 1, "rank": 0, "world_size": 1}
@@ -46,15 +46,6 @@ class Pair:
     def end(self) -> None:
         self.thread.join(WAIT_SECONDS)
         assert not self.thread.is_alive()
-
-
-def until_prompt(said: Iterator[tuple[str, str]]) -> str:
-    text = ""
-    for kind, part in said:
-        if kind == "prompt":
-            return text
-        text += part
-    raise AssertionError(f"it ended after {text!r}")
 
 
 def test_who_leaves_may_come_back_and_a_second_is_refused() -> None:

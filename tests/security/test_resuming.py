@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from skyproxy.transport.websocket import WebSocketTransport, connect_websocket
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.tokens import Tokens
 from skyproxy_server.worker_host import WorkerHost
+from tests.integration.programs import wait_for
 
 ALICE = "alice-0123456789abcdef0123456789"
 MALLORY = "mallory-0123456789abcdef0123456789"
@@ -117,10 +117,8 @@ def test_a_second_bulk_connection_needs_the_secret(listener: Listener) -> None:
 
 
 def await_detached(host: WorkerHost, name: str, wanted: bool) -> None:
-    deadline = time.monotonic() + 60
-    while host._sessions[name].is_detached is not wanted:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # another thread notices, and tells nobody
+    """Wait for another thread, which notices and tells nobody."""
+    wait_for(lambda: host._sessions[name].is_detached is wanted, f"{name} is detached: {wanted}")
 
 
 def test_too_many_sessions_without_a_connection_end_the_oldest(listener: Listener, host: WorkerHost) -> None:
@@ -134,10 +132,7 @@ def test_too_many_sessions_without_a_connection_end_the_oldest(listener: Listene
         again.cut()
         await_detached(host, welcome.session, True)
     session = opened[0][1]
-    deadline = time.monotonic() + 60
-    while session.session in host._sessions:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # another thread notices, and tells nobody
+    wait_for(lambda: session.session not in host._sessions, "the oldest ends")
     with pytest.raises(ConnectError, match="no such session"):
         take_up(listener, session.session, session.secret)
     for _, welcome in opened[1:]:
@@ -160,12 +155,8 @@ def test_a_revoked_token_ends_the_sessions_that_wait_for_its_client(
     other, kept = greet(listener, Hello([1], OPERATIONS, "", {}, 600), MALLORY)
     for transport in (first, other):
         transport.cut()
-    deadline = time.monotonic() + 60  # far less than the 600 seconds for which they are kept
-    while not all(session.is_detached for session in host._sessions.values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # another thread notices, and tells nobody
+    wait_for(lambda: all(session.is_detached for session in host._sessions.values()), "both are detached")
     (tmp_path / "alice").unlink()
-    while welcome.session in host._sessions:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    # Far sooner than after the 600 seconds for which they are kept.
+    wait_for(lambda: welcome.session not in host._sessions, "the session of the revoked token ends")
     take_up(listener, kept.session, kept.secret, MALLORY)[0].close()

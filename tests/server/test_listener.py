@@ -31,6 +31,7 @@ from skyproxy.protocol.messages import BULK, Ack, Batch, Chunk, Hello, Reply, Re
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import WebSocketTransport, connect_websocket
 from skyproxy_server.listener import Listener, serve
+from tests.integration.programs import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -63,13 +64,6 @@ def get(listener: Listener, path: str, context: ssl.SSLContext | None = None) ->
         return exc.code, exc.read().decode()
 
 
-def wait_until(condition: object, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
-
-
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +79,7 @@ def test_a_session_and_its_bulk_connection(start, host) -> None:
         bulk.send(Chunk(1, 0, 300_000, (b"z" * 300_000,)))
         assert bulk.recv(5) == Chunk(1, 0, 300_000, (b"z" * 300_000,))
     operations.close()
-    wait_until(lambda: listener.connections == 0)
+    wait_for(lambda: listener.connections == 0, "connections end")
 
 
 def test_over_tls(start, tls_contexts) -> None:
@@ -184,7 +178,7 @@ def test_a_full_worker_says_so_and_still_answers_health(start) -> None:
             connect_websocket(url(listener), TOKEN, OPERATIONS_HELLO, settings=FAST)
         assert get(listener, "/healthz")[0] == 200
         assert get(listener, "/readyz")[0] == 503
-    wait_until(lambda: get(listener, "/readyz")[0] == 200)
+    wait_for(lambda: get(listener, "/readyz")[0] == 200, "it is ready")
 
 
 # --- strangers --------------------------------------------------------------------------------------------------------
@@ -242,7 +236,7 @@ def test_a_slow_hello_is_cut_off(start) -> None:
         for _ in socket_:
             pass
     assert time.monotonic() - begin < 5
-    wait_until(lambda: listener.connections == 0)
+    wait_for(lambda: listener.connections == 0, "connections end")
 
 
 def test_a_message_out_of_place_ends_that_connection_only(start) -> None:
@@ -310,7 +304,7 @@ def test_a_draining_worker_is_alive_but_not_ready(start) -> None:
     with connected(listener) as operations:
         closer = threading.Thread(target=listener.close, args=(10.0,))
         closer.start()
-        wait_until(lambda: get(listener, "/readyz")[0] == 503)
+        wait_for(lambda: get(listener, "/readyz")[0] == 503, "it is not ready")
         assert get(listener, "/healthz")[0] == 200
         with pytest.raises(ConnectError, match="503"):
             connect_websocket(url(listener), TOKEN, OPERATIONS_HELLO, settings=FAST)
@@ -451,4 +445,6 @@ def test_a_failed_handshake_leaves_nothing_behind(start) -> None:
         connect_websocket(url(listener), "wrong", OPERATIONS_HELLO, settings=FAST)
     with pytest.raises(VersionMismatchError):
         connect_websocket(url(listener), TOKEN, replace(OPERATIONS_HELLO, versions=[99]), settings=FAST)
-    wait_until(lambda: {t for t in threading.enumerate() if re.search("outbox|connection", t.name)} <= before)
+    wait_for(
+        lambda: {t for t in threading.enumerate() if re.search("outbox|connection", t.name)} <= before, "threads end"
+    )

@@ -175,7 +175,6 @@ class ProtectedSession(RuleBasedStateMachine):
         self.added: list[int] = []
         self.questions: list[tuple[Waiter, list[int]]] = []
         self.waiters = Waiters()
-        self.failed_openings = 0
         reconnector = Reconnector(self._refuse, "nowhere", 0, resumes=False)
         self.operations = ReconnectingOperations(Link(self.workers[0]), reconnector, Settings())
         self.recorder = Recorder(self._send, lambda: (0, 0), Settings())

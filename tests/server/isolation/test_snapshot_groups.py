@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,21 +14,20 @@ import skyproxy
 from skyproxy.errors import SessionHeldError, SessionLostError, SkyproxyError
 from skyproxy_server.isolation.snapshot_groups import SnapshotGroups
 from skyproxy_server.limits import are_sessions_separable
-from tests.integration.programs import wait_for
 from tests.server.isolation.test_session_users import (
     REFUSED,
-    may_give_users,
+    needs_root,
     place,
     python,
     refusals,
+    sessions,
     some_numbers,
     written,
 )
 from tests.server.isolation.workers import TOKEN, Worker
 
-__all__ = ["place", "python"]  # fixtures
+__all__ = ["place", "python", "sessions"]  # fixtures
 
-needs_root = pytest.mark.skipif(not may_give_users(), reason="only root gives sessions users of their own")
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(not are_sessions_separable(), reason="session processes need Linux"),
@@ -42,20 +41,6 @@ def worker(place: Path, python: tuple[str, dict[str, str]]) -> Iterator[Worker]:
     made = Worker(folder, "--session-users", written(some_numbers(8)), *snapshots, python=python[0], **python[1])
     yield made
     made.end()
-
-
-@pytest.fixture
-def sessions(worker: Worker) -> Iterator[Callable[[], skyproxy.Node]]:
-    made: list[skyproxy.Node] = []
-
-    def make() -> skyproxy.Node:
-        made.append(worker.connect())
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.close()
-    wait_for(lambda: worker.activity()["processes"] == 0, "all sessions end")
 
 
 @needs_root

@@ -16,6 +16,7 @@ from skyproxy.errors import SnapshotError
 from skyproxy.settings import SETTINGS
 from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
 from skyproxy_server.snapshots.volume import StuckRequests, VolumeHangsError, VolumeThread
+from tests.integration.programs import wait_for
 from tests.server.snapshots.sessions import ADD_, Session
 
 STALL_SECONDS = 0.3
@@ -87,10 +88,7 @@ def settled(session: Session) -> None:
     """What was given up has come to its end."""
     request = session.snapshots._volume._request
     assert request is not None
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not request.done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_for(request.done, "the request ends")
 
 
 @pytest.mark.parametrize(

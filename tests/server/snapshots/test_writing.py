@@ -18,6 +18,7 @@ from skyproxy.snapshots.stores import LocalStore
 from skyproxy_server.snapshots.threads import DiskThreads
 from skyproxy_server.snapshots.volume import VolumeHangsError
 from skyproxy_server.snapshots.writing import CopyBuffers
+from tests.integration.programs import wait_for
 from tests.server.snapshots.sessions import CALL, Session
 
 STALL_SECONDS = 0.2
@@ -62,10 +63,7 @@ def save(session: Session) -> list[Any]:
 
 
 def answered(session: Session, count: int) -> Any:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while len(session.sent) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_for(lambda: len(session.sent) >= count, f"{count} answers")
     return session.sent[count - 1]
 
 
