@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -69,67 +70,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.embedded:
         # Its only client knows what it calls. Its log is a file that grows, whose end tells what the worker died of.
         audit.leave_out("call")
-    made: Path | None = None
-    blobs: BlobStore | None = None
-    session_host: LeavingHost | None = None
+    with contextlib.ExitStack() as ending:
+        try:
+            return _run(arguments, sys.argv[1:] if argv is None else argv, ending)
+        except ConfigurationError as exc:
+            print(f"skyproxy_server: {exc}", file=sys.stderr)
+            return 2
+
+
+def _run(arguments: argparse.Namespace, argv: Sequence[str], ending: contextlib.ExitStack) -> int:
+    """Serve until the worker is told to end, and return the exit status.
+
+    Args:
+        arguments: of the program, and `argv`, those that it was called with.
+        ending: closes what is opened here, the last first.
+
+    Raises:
+        ConfigurationError: the arguments cannot work.
+    """
+    stop = _stop_event(arguments.embedded)
+    certificate = _ssl_context(arguments.tls_cert, arguments.tls_key)
+    refuse_early(
+        arguments.host,
+        arguments.port,
+        arguments.port_file,
+        encrypted=certificate is not None,
+        insecure=arguments.insecure,
+    )
+    if arguments.processes > 1:
+        return _run_several(arguments, argv, stop)
+    token, made = _token(arguments)
+    if made is not None:
+        ending.callback(made.unlink, missing_ok=True)
+    has_processes = _wants_processes(arguments)
+    blobs = _blob_store(arguments, shared=has_processes)
+    if blobs is not None:
+        ending.callback(blobs.close)
     processes: ProcessHost | None = None
-    jobs: Jobs | str = ""
-    try:
-        stop = _stop_event(arguments.embedded)
-        certificate = _ssl_context(arguments.tls_cert, arguments.tls_key)
-        refuse_early(
-            arguments.host,
-            arguments.port,
-            arguments.port_file,
-            encrypted=certificate is not None,
-            insecure=arguments.insecure,
-        )
-        if arguments.processes > 1:
-            return _run_several(arguments, sys.argv[1:] if argv is None else argv, stop)
-        token, made = _token(arguments)
-        if _wants_processes(arguments):
-            blobs = _blob_store(arguments, shared=True)
-            session_host = processes = _process_host(arguments, blobs)
-            devices = processes.start(stop)
-        else:
-            blobs = _blob_store(arguments, shared=False)
-            with collector_paused():
-                devices = inventory(arguments.device)
-            session_host = _session_host(arguments, devices, blobs)
-        logger.info("devices: %s", ", ".join(_name(row) for row in devices))
-        remove_left_folders()
-        if not wait_for_ports(arguments.host, arguments.after_port, stop):
-            return 0
-        apart = options.asks_for_processes(arguments) or (processes is not None and processes.has_users)
-        jobs = choose_jobs(arguments.jobs, functions=not arguments.no_functions, bounds_sessions=apart)
-        if processes is not None and not isinstance(jobs, str):
+    session_host: LeavingHost
+    if has_processes:
+        session_host = processes = ending.enter_context(contextlib.closing(_process_host(arguments, blobs)))
+        devices = processes.start(stop)
+    else:
+        with collector_paused():
+            devices = inventory(arguments.device)
+        session_host = ending.enter_context(contextlib.closing(_session_host(arguments, devices, blobs)))
+    logger.info("devices: %s", ", ".join(_name(row) for row in devices))
+    remove_left_folders()
+    if not wait_for_ports(arguments.host, arguments.after_port, stop):
+        return 0
+    apart = options.asks_for_processes(arguments) or (processes is not None and processes.has_users)
+    jobs = choose_jobs(arguments.jobs, functions=not arguments.no_functions, bounds_sessions=apart)
+    if not isinstance(jobs, str):
+        ending.callback(jobs.close)
+        if processes is not None:
             processes.spared = jobs.spared
-        listener = serve(
-            arguments.host,
-            arguments.port,
-            token,
-            session_host,
-            certificate,
-            partial(_announce, arguments),
-            insecure=arguments.insecure,
-            allowed_origins=arguments.allow_origin,
-            has_page=arguments.ui,
-            jobs=jobs,
-            on_ending=stop.forgo,
-        )
-        _wait(listener, session_host, jobs, stop, arguments)
-    except ConfigurationError as exc:
-        print(f"skyproxy_server: {exc}", file=sys.stderr)
-        return 2
-    finally:
-        if not isinstance(jobs, str):
-            jobs.close()
-        if session_host is not None:
-            session_host.close()
-        if blobs is not None:
-            blobs.close()
-        if made is not None:
-            made.unlink(missing_ok=True)
+    listener = serve(
+        arguments.host,
+        arguments.port,
+        token,
+        session_host,
+        certificate,
+        partial(_announce, arguments),
+        insecure=arguments.insecure,
+        allowed_origins=arguments.allow_origin,
+        has_page=arguments.ui,
+        jobs=jobs,
+        on_ending=stop.forgo,
+    )
+    _wait(listener, session_host, jobs, stop, arguments)
     return 0
 
 

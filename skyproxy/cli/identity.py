@@ -10,8 +10,8 @@ from pathlib import Path
 from skyproxy.contexts import kept_text, state_folder
 from skyproxy.errors import ConfigurationError
 from skyproxy.extras import install_command
+from skyproxy.transport.trust import self_signed_certificate
 
-_VALID_DAYS = 3650
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 _SOMEWHERE = "192.0.2.1"
 """An address of the block for documentation: there is nobody, and a datagram socket sends nothing to connect."""
@@ -52,29 +52,9 @@ def _folder() -> Path:
 def _self_signed() -> str:
     """Return a key and a certificate of it, as PEM. Clients know it by its fingerprint; nothing in it names us."""
     try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
+        return "".join(self_signed_certificate("skyproxy worker", _CLOCK_SKEW))
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"--tls needs the package cryptography, which is not installed: {install_command('server')}. Or "
             "give a certificate of your own: --tls-cert, --tls-key"
         ) from error
-    now, key = datetime.datetime.now(datetime.UTC), ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "skyproxy worker")])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + datetime.timedelta(days=_VALID_DAYS))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return private.decode("ascii") + certificate.public_bytes(serialization.Encoding.PEM).decode("ascii")

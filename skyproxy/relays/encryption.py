@@ -7,10 +7,9 @@ import functools
 import os
 import ssl
 
-from skyproxy.transport.trust import fingerprint_of
+from skyproxy.transport.trust import fingerprint_of, self_signed_certificate
 
 _CLOCK_SKEW = datetime.timedelta(days=1)
-_VALID = datetime.timedelta(days=3650)
 
 
 @functools.cache
@@ -21,26 +20,7 @@ def own_certificate() -> tuple[ssl.SSLContext, str]:
         ImportError: the package cryptography is not here.
         OSError: this system has no files in memory.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    now, key = datetime.datetime.now(datetime.UTC), ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "skyproxy relay")])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + _VALID)
-        .sign(key, hashes.SHA256())
-    )
-    pem = certificate.public_bytes(serialization.Encoding.PEM)
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    private, certificate = self_signed_certificate("skyproxy relay", _CLOCK_SKEW)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if not hasattr(os, "memfd_create"):
@@ -48,8 +28,8 @@ def own_certificate() -> tuple[ssl.SSLContext, str]:
     # OpenSSL reads keys from files only.
     descriptor = os.memfd_create("skyproxy-key", os.MFD_CLOEXEC)
     try:
-        os.write(descriptor, private + pem)
+        os.write(descriptor, (private + certificate).encode("ascii"))
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
-    return context, fingerprint_of(pem.decode("ascii"))
+    return context, fingerprint_of(certificate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from skyproxy.errors import ConfigurationError
 
 FINGERPRINT_PREFIX = "sha256:"
+_VALID = datetime.timedelta(days=3650)
 _PEM_MARK = "-----BEGIN"
 _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -128,6 +130,40 @@ def pem_text(certificate: str | Path) -> str:
     if _PEM_MARK not in text:
         raise ConfigurationError(f"the file {path} holds no certificate: PEM text has lines with -----BEGIN.")
     return text
+
+
+def self_signed_certificate(common_name: str, clock_skew: datetime.timedelta) -> tuple[str, str]:
+    """Make a private key and a certificate of it, both as PEM, for ten years; peers know it by its fingerprint.
+
+    Args:
+        common_name: what it is for; peers look at nothing in it.
+        clock_skew: by how much a peer's clock may be behind.
+
+    Raises:
+        ImportError: the package cryptography is not installed.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    now, key = datetime.datetime.now(datetime.UTC), ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - clock_skew)
+        .not_valid_after(now + _VALID)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return private.decode("ascii"), certificate.public_bytes(serialization.Encoding.PEM).decode("ascii")
 
 
 def fingerprint_of(pem: str) -> str:
