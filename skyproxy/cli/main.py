@@ -40,7 +40,7 @@ _ELSEWHERE = {
     "stop": "suspend",
     **dict.fromkeys(("exec", "python"), "run"),
 }
-"""What other programs call these commands; by their letters alone, gpus would be suggested for ps, and top for stop."""
+"""Commands by their names in other programs; by its letters alone, gpus would be suggested for ps, and top for stop."""
 
 
 class _Commands(TyperGroup):
