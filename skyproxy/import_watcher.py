@@ -29,15 +29,18 @@ class _Watcher:
             self._at_work = False
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
+        loader, execute = spec.loader, spec.loader.exec_module
 
         def execute_and_tell(module: ModuleType) -> None:
+            if loader.exec_module is execute_and_tell:
+                loader.exec_module = execute  # type: ignore[method-assign]
             execute(module)
-            if self in sys.meta_path:
+            # What this module imports may come here, too: archives have one loader for all modules, and so has pytest.
+            if module.__spec__ is spec and self in sys.meta_path:
                 sys.meta_path.remove(self)
                 self.then(module)
 
-        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        loader.exec_module = execute_and_tell  # type: ignore[method-assign]
         return spec
 
 

@@ -217,8 +217,7 @@ def _places(given: dict[str, Any]) -> None:
 def _masks(given: dict[str, Any]) -> None:
     tensor, mask, kind = given["self"], given["mask"], given.get("mask_type")
     sizes = tuple(tensor.shape)
-    if kind in (0, 1):
-        require(tensor.dim() == 4, "a mask of this type is of (N, H, L, S)")
+    if kind in (0, 1) and len(sizes) == 4 and mask.dim() == 2:  # else, the kernel takes it for one of all elements
         sizes = sizes[2:] if kind == 0 else (sizes[0], sizes[3])
     require(tuple(mask.shape) == sizes, f"the mask is not of {list(sizes)}")
 

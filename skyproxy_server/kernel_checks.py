@@ -56,7 +56,9 @@ def clamp_indices(indices: Tensor, count: int) -> Tensor:
 def _multilabel_margins(given: dict[str, Any]) -> None:
     tensor, target, grad = given["self"], given["target"], given["grad_output"]
     require(tensor.dim() <= 2, "margins are of a list of classes, or of a batch of lists")
-    require(target.shape == tensor.shape == given["is_target"].shape, "the targets do not match the input")
+    one_row = tensor.dim() < 2 and target.dim() < 2 and target.numel() == tensor.numel()
+    fits = given["is_target"].shape == target.shape and (one_row or target.shape == tensor.shape)
+    require(fits, "the targets do not match the input")
     rows = tensor.shape[0] if tensor.dim() == 2 else 1
     require(
         grad.numel() == 1 or (given["reduction"] == 0 and grad.numel() == rows), "the gradient does not match the rows"

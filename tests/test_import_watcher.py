@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
+
+from skyproxy.import_watcher import when_imported
 
 PROGRAM = """
 import sys
@@ -48,3 +52,16 @@ def test_any_module_of_ours_may_be_the_first_that_is_imported(module: str) -> No
         [sys.executable, "-c", FIRST.format(module=module)], capture_output=True, text=True, check=False, timeout=100
     )
     assert done.stdout == "sky:0 skyproxy\n", done.stderr
+
+
+def test_a_loader_of_many_modules_tells_of_the_one_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("watched_of_archive.py", "import other_of_archive\nvalue = 1\n")
+        archive.writestr("other_of_archive.py", "")
+    monkeypatch.syspath_prepend(str(tmp_path / "archive.zip"))
+    told: list[tuple[str, bool]] = []
+    when_imported("watched_of_archive", lambda module: told.append((module.__name__, hasattr(module, "value"))))
+    __import__("watched_of_archive")
+    assert told == [("watched_of_archive", True)]

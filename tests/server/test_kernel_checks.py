@@ -437,3 +437,12 @@ def test_heads_that_nobody_has_cannot_be_shared(name: str, sizes: tuple[tuple[in
     query, key = (torch.zeros(size) for size in sizes)
     with pytest.raises(RuntimeError, match="no head to share"):
         SAFE_FORMS[f"aten::{name}"](query, key, key, enable_gqa=True)
+
+
+@pytest.mark.parametrize("sizes", [((), (1,)), ((1,), ()), ((), ())])
+def test_one_row_of_margins_has_a_dimension_or_none(sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    tensor, target = (torch.zeros(size) for size in sizes)
+    given = {**MARGINS, "self": tensor, "target": target.long(), "is_target": target}
+    CHECKS["multilabel_margin_loss_backward"](given)
+    with pytest.raises(RuntimeError, match="do not match"):
+        CHECKS["multilabel_margin_loss_backward"]({**given, "self": FLOATS(4)})

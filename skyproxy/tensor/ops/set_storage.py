@@ -11,7 +11,7 @@ from skyproxy.tensor.core import known_values
 from skyproxy.tensor.core.devices import Handle
 from skyproxy.tensor.core.memory import bytes_needed, memory_of
 from skyproxy.tensor.core.metadata import Meta, meta_of, plain_meta
-from skyproxy.tensor.core.remote_tensor import RemoteTensor, adopt
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, adopt, is_wrapper_class
 from skyproxy.tensor.core.storage import SkyStorage, root_of, view_of
 from skyproxy.tensor.core.torch_private import OpOverload, StorageBase, TensorBase
 from skyproxy.tensor.dispatch.mixed_devices import mixed_devices_error
@@ -33,16 +33,21 @@ def set_(self: RemoteTensor, *args: object, **kwargs: object) -> RemoteTensor:
     return TensorBase.set_(self, value)  # type: ignore[call-overload,no-any-return]
 
 
+def _storage_elsewhere(own: torch.device, other: torch.device) -> RuntimeError:
+    """The error of a tensor that is to take over a storage of another device, in PyTorch's words."""
+    return RuntimeError(
+        f'Attempted to set the storage of a tensor on device "{own}" to a storage on different device "{other}".  This '
+        "is no longer allowed; the devices must match."
+    )
+
+
 def _value_to_set(self: RemoteTensor, source: Any, args: Any, kwargs: Any) -> Any:
     """Make what a tensor becomes by `set_`: a view of the source's storage.
 
     PyTorch itself tells its sizes, or refuses them, by the same call on the meta device.
     """
     if getattr(source, "device", self.device) != self.device:
-        raise RuntimeError(
-            f'Attempted to set the storage of a tensor on device "{self.device}" to a storage on different device '
-            f'"{source.device}".  This is no longer allowed; the devices must match.'
-        )
+        raise _storage_elsewhere(self.device, source.device)
     stand_in = _on_meta(source)
     target = torch.empty(self.shape, dtype=self.dtype, device="meta")
     if "source" in kwargs:
@@ -126,11 +131,13 @@ def _set_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     target = args[0]
     source: Any = args[1] if len(args) > 1 else kwargs.get("source")
     if type(target) is not RemoteTensor:
-        return NotImplemented  # a wrapper of another class, whose own dispatch is off or comes next
+        if is_wrapper_class(type(target)):
+            return NotImplemented  # its own dispatch is off or comes next
+        raise _storage_elsewhere(target.device, source.device)
     if source is None:
         value = _empty_like(target)
     elif source.device != target.device:
-        raise mixed_devices_error(info.name, target.device, source.device)
+        raise _storage_elsewhere(target.device, source.device)
     elif source.dtype is not target.dtype:
         value = _value_to_set(target, source, (source,), {})  # raises
     elif source.__dict__.pop("_is_to_be_taken_over", False):

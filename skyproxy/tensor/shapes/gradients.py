@@ -12,7 +12,7 @@ import torch
 
 from skyproxy import torch_versions
 from skyproxy.tensor.core.metadata import Meta, plain_meta
-from skyproxy.tensor.shapes.elementwise import channels_last_stride, preserved_stride
+from skyproxy.tensor.shapes.elementwise import channels_last_stride, elementwise, preserved_stride
 from skyproxy.tensor.shapes.kernel_strides import in_kernel_order
 from skyproxy.tensor.shapes.layers import statistics_dtype
 from skyproxy.tensor.shapes.networks import FULL_PRECISION
@@ -93,10 +93,9 @@ def _glu(gradient: Meta, x: Meta, dim: int) -> RuleResult:
 
 @rule("_prelu_kernel_backward")
 def _prelu(gradient: Meta, x: Meta, weight: Meta) -> RuleResult:
-    one_each = _are_alike(gradient, x, weight) and len(weight.size) == len(x.size) > 1 and gradient.size == x.size
-    if not one_each or any(n not in (1, m) for n, m in zip(weight.size, x.size, strict=True)):
-        return None
-    return in_kernel_order("_prelu_kernel_backward", [_look_like(x), _look_like(x)], gradient, x, weight)
+    """Both of the size that all three have together, also the weight's."""
+    found = elementwise([x, weight, gradient]) if _are_alike(gradient, x, weight) else None
+    return None if found is None else [(plain_meta(found[0], x.dtype, found[1]), None)] * 2
 
 
 @rule("native_dropout_backward")

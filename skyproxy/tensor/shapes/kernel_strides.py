@@ -246,11 +246,6 @@ def _soft_margin_loss_backward(gradient: Meta, a: Meta, target: Meta, *args: obj
     return [exponential and _stride_of(elementwise([target, plain_meta(exponential[0], a.dtype, exponential[1])]))]
 
 
-@_corrects("_prelu_kernel_backward")
-def _prelu_backward(gradient: Meta, a: Meta, weight: Meta) -> list[Strides]:
-    return [_stride_of(elementwise([a, weight, gradient]))] * 2
-
-
 @_corrects("_cdist_backward")
 def _cdist_backward(gradient: Meta, a: Meta, b: Meta, *args: object) -> list[Strides]:
     return [preserved_stride(a.size, a.stride) if 0 in (*a.size, *b.size) else _ROW_MAJOR]

@@ -241,8 +241,13 @@ def _weight_norm_backward(gradient: Meta, v: Meta, g: Meta, norms: Meta, dim: in
 def _multi_margin(
     x: Meta, target: Meta, p: object = 1, margin: object = 1, weight: object = None, reduction: int = 1
 ) -> RuleResult:
-    fits = are_row_major(x, target) and x.dtype in FULL_PRECISION and target.dtype is torch.int64 and weight is None
-    if not fits or len(x.size) != 2 or target.size != x.size[:1] or p not in (1, 2) or reduction not in (0, 1, 2):
+    """One row has a target of one element, with a dimension or without; the losses have as many as it has."""
+    fits = plain(x, target) and x.dtype in FULL_PRECISION and target.dtype is torch.int64 and len(x.size) <= 2
+    if not fits or p not in (1, 2) or reduction not in (0, 1, 2):
+        return None
+    rows, classes = (1, 1, *x.size)[-2:]
+    weighted = weight is None or (type(weight) is Meta and (weight.size, weight.dtype) == ((classes,), x.dtype))
+    if not weighted or not classes or target.size not in ((rows,), () if rows == 1 else (rows,)):
         return None
     return [fresh(() if reduction else target.size, x.dtype)]
 

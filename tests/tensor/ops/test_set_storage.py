@@ -32,3 +32,9 @@ def test_nothing_keeps_the_strides_of_what_is_empty_already(sky1: str) -> None:
         empty, other = torch.ones(1, 3, device=device)[1:].unbind(1)[0], torch.ones(2, 2, device=device)
         assert empty.set_().stride() == (3,)
         assert other.set_().stride() == (1,)
+
+
+def test_no_tensor_of_another_device_is_taken_over(sky1: str) -> None:
+    for target, source in (("cpu", sky1), ("meta", sky1), (sky1, "meta")):
+        with pytest.raises(RuntimeError, match="storage of a tensor on device"):
+            torch.zeros(3, device=target).set_(torch.ones(3, device=source))

@@ -268,3 +268,11 @@ def test_only_gradients_that_are_asked_for_exist(mask: tuple[bool, bool, bool]) 
     given = [result is not None for result in results]
     assert (answer is None) == (mask[1:] == (False, True))
     assert answer is None or [meta is not None for meta, _ in answer] == given == list(mask)
+
+
+def test_gradients_of_slopes_have_the_size_of_all_three() -> None:
+    """Batches of scalars have fewer dimensions than the others, under `torch.func.vmap`."""
+    sizes = [(), (1,), (2,), (3, 2), (1, 2), (3, 1), (4, 1, 2)]
+    for args in itertools.product([torch.ones(size) for size in sizes], repeat=3):
+        assert mismatch("_prelu_kernel_backward", args, {}) is None
+        assert answer_of("_prelu_kernel_backward", args, {}) is not None

@@ -169,3 +169,13 @@ def test_triangles_have_as_many_elements_as_they_have(offset: int) -> None:
         for name in ("tril_indices", "triu_indices"):
             assert answer_of(name, (rows, columns, offset), {}) is not None
             assert mismatch(name, (rows, columns, offset), {}) is None
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_losses_of_margins_have_the_size_of_the_targets(reduction: int) -> None:
+    sizes = [((), ()), ((), (1,)), ((5,), ()), ((5,), (1,)), ((1, 5), ()), ((1, 5), (1,)), ((3, 5), (3,))]
+    for (size, targets), weighted in itertools.product(sizes, (False, True)):
+        weight = torch.ones(size[-1:] or 1) if weighted else None
+        args = (torch.ones(size), torch.zeros(targets, dtype=torch.int64), 1, 1, weight, reduction)
+        assert mismatch("multi_margin_loss", args, {}) is None
+        assert answer_of("multi_margin_loss", args, {}) is not None
