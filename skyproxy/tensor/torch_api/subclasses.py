@@ -82,6 +82,10 @@ def _joined_metaclass(kind: type[type]) -> type[type]:
             local = local_class(cls)
             return super().__hash__() if local is cls else hash(local)
 
+        def __call__(cls, *args: object, **kwargs: object) -> object:
+            local = local_class(cls)
+            return super().__call__(*args, **kwargs) if local is cls else local(*args, **kwargs)
+
     copyreg.pickle(Joined, _reduce_class)  # type: ignore[arg-type]
     return Joined
 
@@ -171,7 +175,7 @@ def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = Fal
     """`torch.Tensor._make_subclass`, also of remote tensors. Named as in Dynamo's stand-in, which compares."""
     requires_grad = kwargs.pop("require_grad", requires_grad)
     if not isinstance(data, RemoteTensor):
-        plain: torch.Tensor = _make_plain_subclass(cls, data, requires_grad, **kwargs)
+        plain: torch.Tensor = _make_plain_subclass(_class_elsewhere(cls), data, requires_grad, **kwargs)
         return plain
     if any(kwargs.values()):
         raise NotImplementedError(f"a remote tensor takes no {', '.join(kwargs)} in torch.Tensor._make_subclass")
@@ -182,13 +186,21 @@ def _make_subclass(cls: type[Any], data: torch.Tensor, requires_grad: bool = Fal
     return put_in_class(made, cls)
 
 
+def _class_elsewhere(cls: Any) -> Any:
+    """Return what a tensor that is not remote becomes in the class of a remote one: `x.cpu().as_subclass(type(x))`."""
+    cls = local_class(cls)
+    return torch.Tensor if cls is RemoteTensor else cls
+
+
 def _for_remote(name: str, plain: Callable[..., object]) -> Callable[..., object]:
     """Return a function of `torch.Tensor` that calls a remote tensor's method of that name."""
 
     @functools.wraps(plain)
     def call(self: torch.Tensor, *args: object, **kwargs: object) -> object:
-        function = vars(RemoteTensor)[name] if isinstance(self, RemoteTensor) else plain
-        return function(self, *args, **kwargs)
+        if isinstance(self, RemoteTensor):
+            return vars(RemoteTensor)[name](self, *args, **kwargs)
+        classes = {key: _class_elsewhere(value) for key, value in kwargs.items()}
+        return plain(self, *map(_class_elsewhere, args), **classes)  # of the two, `as_subclass` alone takes something
 
     return call
 
@@ -197,7 +209,7 @@ def _new_tensor(cls: type[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
     """`torch.Tensor.__new__`: `Class(tensor)`, also of a remote tensor, is another one on the same memory."""
     if len(args) == 1 and isinstance(args[0], RemoteTensor) and not kwargs and cls is not torch.Tensor:
         return put_in_class(as_plain(args[0]), cls)
-    made: torch.Tensor = _new_plain_tensor(cls, *args, **kwargs)
+    made: torch.Tensor = _new_plain_tensor(_class_elsewhere(cls), *args, **kwargs)
     return made
 
 

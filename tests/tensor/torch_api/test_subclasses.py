@@ -382,6 +382,30 @@ def test_methods_of_plain_tensors_are_called_with_remote_ones(sky1: str) -> None
     assert found[0] == found[1]
 
 
+IN_THE_CLASS_OF = {
+    "as_subclass": lambda local, x: local.as_subclass(type(x)),
+    "as_subclass, by name": lambda local, x: local.as_subclass(cls=type(x)),
+    "with a history": lambda local, x: (local.clone().requires_grad_() * 2).as_subclass(type(x)),
+    "elsewhere": lambda local, x: local.to("meta").as_subclass(type(x)).new_zeros(2, device="cpu"),
+    "_make_subclass": lambda local, x: torch.Tensor._make_subclass(type(x), local, True),
+    "called with a tensor": lambda local, x: type(x)(local),
+    "called with numbers": lambda local, x: type(x)([1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("cls", [torch.Tensor, Bare, Counted])
+@pytest.mark.parametrize("act", IN_THE_CLASS_OF.values(), ids=list(IN_THE_CLASS_OF))
+def test_local_tensors_in_the_class_of_remote_ones_are_as_of_local_ones(
+    act: Callable[..., torch.Tensor], cls: type[Any], sky1: str
+) -> None:
+    """As fastai puts what it copied to the CPU back in the class of what it copied."""
+    found = []
+    for place in ("cpu", sky1):
+        made = act(torch.arange(3.0), torch.ones(2, device=place).as_subclass(cls))
+        found.append((type(made), str(made.device), made.requires_grad, made.is_leaf, made.numpy(force=True).tolist()))
+    assert found[0] == found[1]
+
+
 class Factor(nn.Parameter):
     """A parameter with a method and an attribute."""
 
