@@ -109,6 +109,7 @@ def take_parked_error() -> BaseException | None:
 # --- handlers of signals ---------------------------------------------------------------------------------------------
 
 _DEVICE_OP = "prim.device.default"
+_WEAK_COLLECTIONS = ("_weakrefset.py", "weakref.py", os.path.join("torch", "utils", "weak.py"))
 
 deferred: set[tuple[int, int]] = set()
 """The signals that wait to strike again, each with its process: what a fork copies has no thread that would strike."""
@@ -150,7 +151,9 @@ def _is_safe(frame: FrameType | None) -> bool:
     while frame is not None:
         if called is not None and (frame.f_code, frame.f_lasti) == _fork:
             return False
-        if frame.f_code in _shielded or is_edge(frame, called, _shielded) or _tells_device_of_fake_tensor(frame):
+        if frame.f_code in _shielded or is_edge(frame, called, _shielded):
+            return False
+        if _tells_device_of_fake_tensor(frame) or _forgets_what_died(frame.f_code):
             return False
         called, frame = frame, frame.f_back
     return True
@@ -164,6 +167,14 @@ def _tells_device_of_fake_tensor(frame: FrameType) -> bool:
     if code.co_name == "wrapper" and code.co_filename.endswith("_stats.py"):  # it counts the calls of the former
         return _DEVICE_OP in map(str, frame.f_locals.get("args", ())[1:2])
     return False
+
+
+def _forgets_what_died(code: CodeType) -> bool:
+    """Tell whether a collection of weak references forgets one here: what is raised in its callback Python drops.
+
+    A signal that comes while the collector runs, in C, strikes in the first Python code that is called: often in this.
+    """
+    return code.co_name in ("_remove", "remove") and code.co_filename.endswith(_WEAK_COLLECTIONS)
 
 
 def _note_fork() -> None:

@@ -20,7 +20,9 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked_event
 from skyproxy.protocol.call_messages import CallAck, CallAttach, CallCancel, CallData, CallEvent, CallStart
 from skyproxy.protocol.messages import Buffer, Message
+from skyproxy.session.attempts import attempt
 from skyproxy.session.housekeeping import AuxiliaryConnection
+from skyproxy.session.liveness import QuietConnection
 from skyproxy.session.reading import ConnectionReader
 from skyproxy.session.session import Session
 from skyproxy.transport.base import Transport
@@ -68,6 +70,7 @@ class FunctionChannel:
         self._to_deliver = Lane(self._deliver, self._ack_what_was_heard, session.threads)
         self._to_do = Lane(self._do, threads=session.threads)
         self._threads: list[threading.Thread] = []
+        self._quiet = QuietConnection(self._settings.silence_seconds, time.monotonic())
         self._stop = threading.Event()
         self._opening = threading.Lock()
         session.at_end.append(self._on_session_end)
@@ -201,8 +204,8 @@ class FunctionChannel:
             if self._transport is not None:
                 return
             self.session.wait_until_awake()
-            self._use(self._open_connection())
-            self.session.often.append(self.settle)
+            self._use(attempt(self.session, self._open_connection))
+            self.session.often += [self.settle, self._look_for_signs]
             handlers = self._handlers()
             reading = ConnectionReader(
                 self._link,
@@ -221,6 +224,7 @@ class FunctionChannel:
 
     def _use(self, transport: Transport) -> None:
         before, self._transport = self._transport, transport
+        self._quiet = QuietConnection(self._settings.silence_seconds, time.monotonic())
         auxiliary = self.session.auxiliary
         if before is None:
             auxiliary.append(_Counted(transport, self._lost_bytes))
@@ -233,6 +237,20 @@ class FunctionChannel:
         if self._stop.is_set():
             # The session ended while this was being opened, and has closed only the one before.
             transport.close()
+
+    def _look_for_signs(self) -> None:
+        """Cut the connection where nothing comes on it, not even what the worker was asked for."""
+        link = self._transport
+        if link is None:
+            return
+        is_gone, is_to_be_asked = self._quiet.look(
+            time.monotonic(), link.bytes_sent, link.bytes_received, is_awaited=self.is_busy
+        )
+        if is_gone:
+            logger.debug("skyproxy: a silent connection for functions is cut")
+            link.cut()
+        elif is_to_be_asked:
+            link.keep_alive()
 
     def _link(self) -> Transport:
         assert self._transport is not None

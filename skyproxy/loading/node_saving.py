@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyproxy import torch_modes
-from skyproxy.errors import ConfigurationError, ProtocolError
+from skyproxy.errors import ConfigurationError, ProtocolError, SkyproxyError
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.loading.node_models import NodeModels
 from skyproxy.loading.node_names import KnownTensors, NodeNames, adopt_value, checked_name, document_of
@@ -72,7 +73,7 @@ class NodeSaves(NodeModels, NodeNames):
 
     def _save_session(self, location: Location, values: dict[str, object]) -> None:
         from skyproxy.loading.saved_names import SavedValue, name_on_worker, pack_names, slots_of, unwritable
-        from skyproxy.session.snapshot_copies import WorkerCopies, write_to_folder
+        from skyproxy.session.snapshot_copies import copy_beside, write_to_folder
         from skyproxy.snapshots.folder import SnapshotFolder
         from skyproxy.snapshots.stores import open_store
 
@@ -97,22 +98,22 @@ class NodeSaves(NodeModels, NodeNames):
             self._session.call("save_snapshot", on_worker, slots, names)
             return
         store = open_store(location)  # what is wrong with it should be known first
-        key = secrets.token_hex(16)
-        with WorkerCopies(self._require_opener()) as worker:
-            try:
-                self._session.call("save_snapshot", key, slots, names)
-                write_to_folder(worker.open(key), SnapshotFolder(store, secrets.token_hex(16)), names)
-            except OSError as error:
-                if raised_by_handler(error):
-                    raise
-                raise unwritable(store, error) from error
-            finally:
-                worker.delete(key)
+        session, opener, key = self._session, self._require_opener(), secrets.token_hex(16)
+        folder = SnapshotFolder(store, secrets.token_hex(16))
+        session.call("save_snapshot", key, slots, names)
+        try:
+            copy_beside(session, opener, lambda worker: write_to_folder(worker.open(key), folder, names))
+        except OSError as error:
+            if raised_by_handler(error) or isinstance(error, SkyproxyError):
+                raise
+            raise unwritable(store, error) from error
+        finally:
+            self._delete_snapshot(key)
 
     def _restore(self, location: Location, *, trust: bool) -> None:
         """Bring back what `save` wrote; see `skyproxy.restore`."""
         from skyproxy.loading.saved_names import name_on_worker, read_names
-        from skyproxy.session.snapshot_copies import WorkerCopies, copy_in_folder
+        from skyproxy.session.snapshot_copies import copy_beside, copy_in_folder
         from skyproxy.snapshots.folder import SnapshotFolder
         from skyproxy.snapshots.origin import check_origin
         from skyproxy.snapshots.stores import open_store
@@ -129,13 +130,20 @@ class NodeSaves(NodeModels, NodeNames):
             names = read_names(copy.names)
             devices = {(device.row["type"], device.row["index"] or 0) for device in self._devices}
             check_origin(copy.document, self.software.get("torch", ""), devices)
-            with WorkerCopies(self._require_opener()) as worker:
-                try:
-                    worker.write(copy._replace(names=b""), key)
-                    answer = self._session.call("open_snapshot", key, "")
-                finally:
-                    worker.delete(key)
+            nameless = copy._replace(names=b"")
+            try:
+                copy_beside(self._session, self._require_opener(), lambda worker: worker.write(nameless, key))
+                answer = self._session.call("open_snapshot", key, "")
+            finally:
+                self._delete_snapshot(key)
         self._take(names, answer, trust)
+
+    def _delete_snapshot(self, key: str) -> None:
+        """Delete from the worker's volume what was there on its way only, as far as that can be done."""
+        from skyproxy.session.snapshot_copies import copy_beside
+
+        with contextlib.suppress(SkyproxyError):
+            copy_beside(self._session, self._require_opener(), lambda worker: worker.delete(key))
 
     def _take(
         self, names: tuple[dict[str, SavedValue], torch_modes.Record], answer: dict[str, Any], trust: bool

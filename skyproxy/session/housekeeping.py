@@ -206,8 +206,8 @@ class Housekeeping:
             if self._silence.is_gone(now, max(self.last_heard, self._uploads.last_progress)):
                 logger.debug("skyproxy: a silent worker's connections are cut")
                 self.last_heard = now
-                self._operations.cut()
-                self._bulk.cut()
+                for link in (self._operations, self._bulk, *self.auxiliary):
+                    link.cut()
         elif self._liveness.is_gone(now, max(self.last_heard, self._uploads.last_progress)):
             self._end(f"the worker answered nothing for {self._patience:g} s")
 

@@ -40,6 +40,46 @@ class Liveness:
         return now - max(last_sign, self._listening_since) > self._patience
 
 
+_SLOWEST_BYTES_PER_SECOND = 32 << 10
+"""The speed of a link that is still waited for: an answer comes behind what was sent before it."""
+_ABSENCE_SECONDS = 1.0
+
+
+class QuietConnection:
+    """Recognizes a connection that broke without a sign, by the bytes that have passed on it while it was asked."""
+
+    def __init__(self, silence_seconds: float, now: float) -> None:
+        """Begin to watch.
+
+        Args:
+            silence_seconds: after which it is gone, though its other side was asked.
+            now: the time, of any monotonic clock.
+        """
+        self._silence_seconds = silence_seconds
+        self._liveness = Liveness(silence_seconds, _ABSENCE_SECONDS, now)
+        self._received, self._sent_before, self._heard_at, self._asked_at = -1, 0, now, now
+
+    def look(self, now: float, sent: int, received: int, *, is_awaited: bool) -> tuple[bool, bool]:
+        """Look at the clock and at the bytes that have passed in all.
+
+        Args:
+            now: the time.
+            sent, received: the bytes, in each direction.
+            is_awaited: whether anything is to come on it.
+
+        Returns:
+            Whether it is gone, and whether its other side is to be asked for a sign.
+        """
+        if received != self._received or not is_awaited:
+            self._received, self._sent_before, self._heard_at = received, sent, now
+        on_its_way_seconds = (sent - self._sent_before) / _SLOWEST_BYTES_PER_SECOND
+        is_gone = self._liveness.is_gone(now, self._heard_at + on_its_way_seconds)
+        is_to_be_asked = now - max(self._heard_at, self._asked_at) >= self._silence_seconds / 4
+        if is_to_be_asked:
+            self._asked_at = now
+        return is_gone, is_to_be_asked
+
+
 _STALLED_ANSWERS = 3
 _SMALL_BYTES = 64 << 10
 """The bytes that pass through any link between three heartbeats; more may still be on its way."""

@@ -30,6 +30,8 @@ _SPREAD = (0.5, 1.5)
 """The clients of one network come back at different moments."""
 _REFUSALS = 3
 """Refused connections in a row after which nothing listens there any more; a tunnel that is restarted takes less."""
+_FINAL = (AuthenticationError, VersionMismatchError, ConfigurationError)
+"""Refusals that another attempt would meet, too."""
 _TRY_LATER = frozenset({"", "too-many-sessions"})
 """The reasons of refusals that another attempt may not meet."""
 _WORKER_ENDED = frozenset({"shutdown", "crashed"})
@@ -124,6 +126,11 @@ class Reconnector:
     def is_active(self) -> bool:
         """True if a connection that breaks is replaced at all."""
         return self.resumes or self.recovery is not None
+
+    def may_try_again(self, error: ConnectError | SessionLostError) -> bool:
+        """Tell whether a connection that ended in this way, or did not come about, is worth another attempt."""
+        is_final = isinstance(error, _FINAL) or getattr(error, "code_name", "") not in _TRY_LATER
+        return self.is_active and not is_final
 
     def is_behind(self, role: str, recoveries: int) -> bool:
         """Return whether a connection that was made after so many recoveries is to be left for another worker."""
@@ -243,7 +250,7 @@ class Reconnector:
                     return fresh
                 fresh.link.cut()  # the session is elsewhere by now, or this may be the connection to that place already
                 continue
-            except (AuthenticationError, VersionMismatchError, ConfigurationError) as problem:
+            except _FINAL as problem:
                 raise SessionLostError(
                     f"{reason}; and the worker no longer lets this client in: {problem}"
                 ) from problem

@@ -10,7 +10,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
 from skyproxy.protocol.messages import Batch, Failure, Message, Ping, Pong, Reply, Sequence, Welcome
 from skyproxy.session.batch_log import BatchLog
-from skyproxy.session.liveness import LEAVING, Liveness
+from skyproxy.session.liveness import LEAVING, Liveness, StalledOperations
 from skyproxy.settings import SETTINGS
 from skyproxy.transport.base import Transport, recv_before
 
@@ -52,7 +52,7 @@ class NewSession(NamedTuple):
             SessionLostError: the worker is gone, says nothing any more, or is about to end.
         """
         heard, came = time.monotonic(), -1
-        liveness = Liveness(self.silence_seconds, _ABSENCE_SECONDS, heard)
+        liveness, stalled = Liveness(self.silence_seconds, _ABSENCE_SECONDS, heard), StalledOperations()
         while True:
             try:
                 return recv_before(self.operations, min(deadline, time.monotonic() + _PING_SECONDS))
@@ -62,12 +62,19 @@ class NewSession(NamedTuple):
             while (message := self.bulk.recv_ready()) is not None:
                 if isinstance(message, Pong) and LEAVING in message.load:
                     raise SessionLostError("The worker is gone: it is about to end")
+                if isinstance(message, Pong) and self._is_stalled(stalled, is_idle=not message.load.get("executing")):
+                    raise SessionLostError("The worker is gone: it says nothing on the operations connection")
             received = self.operations.bytes_received + self.bulk.bytes_received
             if received != came:
                 heard, came = time.monotonic(), received
             if liveness.is_gone(time.monotonic(), heard):
                 raise SessionLostError(f"The worker is gone: it has said nothing for {self.silence_seconds:g} s")
             self.bulk.post(Ping(0))
+
+    def _is_stalled(self, stalled: StalledOperations, *, is_idle: bool) -> bool:
+        link = self.operations
+        acked, unacked_bytes = link.connection.acked_sequence, link.connection.unacked_bytes
+        return stalled.is_stalled(is_idle, acked, unacked_bytes, link.bytes_received)
 
     def close(self) -> None:
         """End it: nobody goes on there."""

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from skyproxy.errors import ConfigurationError, LimitExceededError, ProtocolError, SessionLostError
+from skyproxy.errors import ConfigurationError, ConnectError, LimitExceededError, ProtocolError, SessionLostError
 from skyproxy.protocol.messages import (
     Ack,
     Batch,
@@ -147,6 +147,11 @@ class Session(Requests):
         """True if the session lives, and none of its connections is broken now."""
         reconnector = self._reconnector
         return self._ended is None and not (reconnector is not None and reconnector.outage.is_going_on)
+
+    def outlives(self, error: ConnectError | SessionLostError) -> bool:
+        """Tell whether the session would go on where one of its own connections met this error."""
+        reconnector = self._reconnector
+        return self._ended is None and reconnector is not None and reconnector.may_try_again(error)
 
     @property
     def is_foreign(self) -> bool:

@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, SkyproxyError, SnapshotError, visible
+from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, SnapshotError, visible
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
 from skyproxy.protocol.messages import Batch, Failure, Reply, RequestId, Sequence
+from skyproxy.session.attempts import attempt
 from skyproxy.session.opening import Opener
 from skyproxy.session.restoring import NewSession
 from skyproxy.snapshots.documents import (
@@ -36,6 +37,10 @@ from skyproxy.snapshots.hashes import SHA256, PieceHash, piece_check
 from skyproxy.snapshots.headers import hash_of
 from skyproxy.snapshots.packs import DIGEST_BYTES, PIECE_BYTES, pieces_in, pieces_of
 
+if TYPE_CHECKING:
+    from skyproxy.session.session import Session
+
+_Result = TypeVar("_Result")
 _ON_THE_WAY = 8
 """Pieces that are asked for, or sent, before the answer of the first has come."""
 _ANSWER_SECONDS = 600.0
@@ -258,7 +263,28 @@ class WorkerCopies:
         self._ask("leave_named", name, session, where)
 
     def delete(self, name: str) -> None:
-        """Delete all snapshots of a name, as far as that can be done."""
-        with contextlib.suppress(SkyproxyError, RemoteError, OSError):
-            self._asked.clear()
+        """Delete all snapshots of a name, unless the worker refuses.
+
+        Raises:
+            SessionLostError: it is gone.
+        """
+        self._asked.clear()
+        with contextlib.suppress(RemoteError):
             self._ask("delete_snapshot", name)
+
+
+def copy_beside(session: Session, opener: Opener, act: Callable[[WorkerCopies], _Result]) -> _Result:
+    """Return what `act` gives with the snapshots of a session's worker.
+
+    Where their connection breaks and the session would outlive that, `act` is called anew on another one.
+
+    Raises:
+        ConnectError: the worker lets in no further session, or cannot be reached for longer than a session tries.
+        SessionLostError: the session is over, or ends with its connections.
+    """
+
+    def on_one_connection() -> _Result:
+        with WorkerCopies(opener) as worker:
+            return act(worker)
+
+    return attempt(session, on_one_connection)

@@ -76,7 +76,9 @@ def connect_websocket(
         transport = WebSocketTransport(stream, CLIENT, settings, received, threads=threads)
         return transport, _greet(transport, hello, address, deadline)
     except BaseException:
-        if transport is not None:
+        if transport is not None and hello.session:
+            transport.cut()  # it may have been welcomed already: a goodbye would end the session that it was to join
+        elif transport is not None:
             transport.close()
         sock.close()
         raise

@@ -27,6 +27,7 @@ class ChaosProxy:
         self._budget: tuple[int, int] | None = None
         self._left = 0
         self._turns_away = False
+        self._silent = 0
         self._piece_bytes = _PIECE_BYTES
         self.cuts = 0
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -58,9 +59,19 @@ class ChaosProxy:
             for flows in self._pairs.values():
                 flows.clear()
 
+    def stall_newest(self) -> None:
+        """The same for the connection that began last alone: a gateway has forgotten it."""
+        with self._lock:
+            next(reversed(self._pairs.values())).clear()
+
     def drip(self, piece_bytes: int) -> None:
         """Carry no more than so many bytes at a time from now on, each piece by itself."""
         self._piece_bytes = piece_bytes
+
+    def silence(self, connections: int) -> None:
+        """Carry, of what the worker says on so many of the next connections, the answer to the upgrade only."""
+        with self._lock:
+            self._silent = connections
 
     def turn_away(self, turns_away: bool) -> None:
         """Close connections that come from now on; or carry them again."""
@@ -96,11 +107,12 @@ class ChaosProxy:
             with self._lock:
                 flows = self._pairs[pair] = threading.Event()
                 flows.set()
+                silent, self._silent = self._silent > 0, max(self._silent - 1, 0)
                 budgets: list[int | None] = [None, None]
                 if self._budget is not None:
                     budgets[self._random.randrange(2)] = self._random.randint(*self._budget)
             carrying = [
-                self._start(self._carry, source, sink, pair, flows, budget)
+                self._start(self._carry, source, sink, pair, flows, budget, silent and source is worker)
                 for source, sink, budget in ((client, worker, budgets[0]), (worker, client, budgets[1]))
             ]
             self._start(self._close_after, pair, carrying)
@@ -119,10 +131,15 @@ class ChaosProxy:
         pair: tuple[socket.socket, socket.socket],
         flows: threading.Event,
         budget: int | None,
+        silent: bool,
     ) -> None:
         with contextlib.suppress(OSError):
+            if silent:
+                sink.sendall(_head_of(source))
             while data := source.recv(self._piece_bytes):
                 flows.wait()
+                if silent:
+                    continue
                 if budget is not None:
                     budget -= len(data)
                     if budget < 0 and self._may_cut():
@@ -147,6 +164,14 @@ class ChaosProxy:
         for end in pair:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+def _head_of(source: socket.socket) -> bytes:
+    """Read the answer to an upgrade, and nothing behind it."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n") and (byte := source.recv(1)):
+        head += byte
+    return head
 
 
 @contextlib.contextmanager

@@ -185,6 +185,61 @@ def test_a_connection_that_says_nothing_any_more_is_replaced(
         assert node.alive
 
 
+def test_a_welcome_that_does_not_come_costs_an_attempt_and_no_session(
+    connect: Connect, served: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has taken the client for back already, which gives up that attempt."""
+    monkeypatch.setattr(nodes, "SETTINGS", dataclasses.replace(LASTING, handshake_timeout_seconds=0.3))
+    with chaos_proxy(served[0]) as proxy:
+        x = torch.ones(3, device=connect(proxy).devices[0])
+        assert x.sum().item() == 3
+        proxy.silence(connections=3)  # of both kinds
+        proxy.cut()
+        assert (x + 1).sum().item() == 6
+        y = torch.rand(1 << 16)
+        assert torch.equal((y.to(x.device) * 2).cpu(), y * 2)
+
+
+def test_a_connection_for_functions_that_says_nothing_any_more_is_replaced(
+    connect: Connect, served: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "SETTINGS", dataclasses.replace(LASTING, silence_seconds=0.5))
+    with chaos_proxy(served[0]) as proxy:
+        node = connect(proxy)
+        assert node.run(abs, -6) == 6
+        proxy.stall_newest()
+        assert node.run(abs, -7) == 7
+        proxy.stall()  # all of them
+        assert node.run(abs, -8) == 8
+
+
+def test_the_first_call_of_a_function_outlives_connections_that_break(
+    connect: Connect, served: tuple[int, str]
+) -> None:
+    with chaos_proxy(served[0]) as proxy:
+        node = connect(proxy)
+        proxy.cut_after(1, 200, cuts=2)
+        assert node.run(abs, -7) == 7
+        assert proxy.cuts == 2
+
+
+def test_a_session_is_saved_and_restored_over_connections_that_break(sky: str, lasting: None, tmp_path: Path) -> None:
+    snapshots = tmp_path / "snapshots"
+    with worker(tmp_path, "--snapshots", str(snapshots)) as (url, token):
+        with chaos_proxy(int(url.rpartition(":")[2]), 3) as proxy:
+            with skyproxy.connect(f"ws://127.0.0.1:{proxy.port}", token=token) as node:
+                x = torch.arange(100_000.0)
+                y = x.to(node.devices[0])
+                proxy.cut_after(1, 200, cuts=2)
+                node.save(tmp_path / "saved", x=y)
+                assert proxy.cuts == 2
+                proxy.cut_after(1, 200, cuts=2)
+                skyproxy.restore(tmp_path / "saved", node)
+                assert torch.equal(node.get("x").cpu(), x)
+                assert proxy.cuts == 4
+                assert not [path for path in snapshots.rglob("*") if path.is_file()]  # it was on its way there only
+
+
 def test_waiting_says_why_and_goes_on(
     connect: Connect, served: tuple[int, str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

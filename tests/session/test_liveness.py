@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyproxy.session.liveness import Liveness
+from skyproxy.session.liveness import Liveness, QuietConnection
 
 
 def watch(until: float, *, since: float = 0.0, step: float = 1.0) -> tuple[Liveness, float]:
@@ -37,3 +37,25 @@ def test_being_late_again_and_again_is_no_excuse_for_ever() -> None:
     """A busy machine looks in late, but within the absence."""
     liveness, now = watch(30.0, step=5.0)
     assert liveness.is_gone(now + 5.0, 0.0)
+
+
+def test_a_quiet_connection_is_asked_and_gone_after_its_time() -> None:
+    quiet = QuietConnection(silence_seconds=4.0, now=0.0)
+    looks = [quiet.look(now / 2, 100, 7, is_awaited=True) for now in range(1, 11)]
+    assert [asks for _, asks in looks].count(True) == 4
+    assert [gone for gone, _ in looks] == [*[False] * 9, True]
+
+
+def test_a_connection_that_says_anything_or_from_which_nothing_is_awaited_is_there() -> None:
+    quiet = QuietConnection(silence_seconds=4.0, now=0.0)
+    assert not any(quiet.look(now / 2, 100, now // 4, is_awaited=True)[0] for now in range(100))
+    assert not any(quiet.look(50 + now / 2, 100, 25, is_awaited=False)[0] for now in range(100))
+    assert not quiet.look(100.5, 100, 25, is_awaited=True)[0]
+
+
+def test_an_answer_behind_much_that_was_sent_has_more_time() -> None:
+    quiet = QuietConnection(silence_seconds=4.0, now=0.0)
+    assert not any(quiet.look(now / 2, 1 << 20, 7, is_awaited=True)[0] for now in range(1, 3))
+    assert not any(quiet.look(now / 2, 2 << 20, 7, is_awaited=True)[0] for now in range(3, 70))
+    assert quiet.look(40.0, 2 << 20, 7, is_awaited=True)[0] is False  # it was stopped itself
+    assert any(quiet.look(40 + now / 2, 2 << 20, 7, is_awaited=True)[0] for now in range(20))

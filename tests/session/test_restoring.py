@@ -1,0 +1,44 @@
+"""A session that is opened beside another one, or in its place: its answers, while nobody else reads."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from skyproxy.errors import SessionLostError
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import Batch, Ping, Pong, Sequence, Welcome
+from skyproxy.session import restoring
+from skyproxy.session.restoring import NewSession
+from skyproxy.transport.memory import memory_transport_pair
+
+
+def test_operations_that_an_idle_worker_never_answers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the two connections broke without a sign; the other one still answers."""
+    monkeypatch.setattr(restoring, "_PING_SECONDS", 0.01)
+    operations, silent = memory_transport_pair()
+    bulk, answering = memory_transport_pair("bulk")
+
+    def answer() -> None:
+        try:
+            while True:
+                message = answering.recv(20)
+                assert isinstance(message, Ping)
+                answering.post(Pong(message.number, {"executing": 0}))
+        except SessionLostError:
+            pass
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    opened = NewSession(operations, bulk, Welcome(1, "memory", {}, [], {}), silence_seconds=60.0)
+    try:
+        operations.send(Batch(Sequence(1), [commands.CALL, 1, "stats", []]))
+        with pytest.raises(SessionLostError, match="nothing on the operations connection"):
+            opened.recv(time.monotonic() + 20)
+    finally:
+        opened.close()
+        silent.close()
+        answering.close()
+        thread.join(20)
