@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from skyproxy.tensor.ops.own_gradients import put_gradient
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import DispatchKey
+from skyproxy.tensor.ops.own_gradients import put_gradient, takes_stock_gradient
 
 _whole = torch.ops.aten.prod.default
 _along = torch.ops.aten.prod.dim_int
-_cumulative = torch.ops.aten.cumprod.default
+_cumulative_backward = torch.ops.aten.cumprod_backward.default
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -73,27 +75,17 @@ class _ProductAlong(torch.autograd.Function):
         return found, None, None, None
 
 
-class _CumulativeProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
-        result: torch.Tensor = _cumulative(x, dim, dtype=dtype)
-        ctx.dim = dim
-        ctx.save_for_backward(x, result)
-        return result
-
-    @staticmethod
-    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (x, result), dim = ctx.saved_tensors, ctx.dim
-        gradient = gradient.to(x.dtype)
-        if x.numel() == 0 or x.dim() == 0 or x.size(dim) == 1:
-            found = gradient
-        elif not torch.is_grad_enabled():
-            found = _divide_sums(gradient, x, result, dim)
-        elif (x == 0).any().item():
-            found = torch.ops.aten.cumprod_backward(gradient, x, dim, result)
-        else:
-            found = _sum_backwards(result.conj() * gradient, dim) / x.conj()
-        return found, None, None
+def _cumulative_gradient(gradient: torch.Tensor, x: torch.Tensor, dim: int, result: torch.Tensor) -> object:
+    """`aten::cumprod_backward`, which is PyTorch's whole formula, also where transforms have recorded it."""
+    if type(x) is not RemoteTensor or takes_stock_gradient(gradient):
+        return _cumulative_backward._op_dk(DispatchKey.CompositeImplicitAutograd, gradient, x, dim, result)
+    if x.numel() == 0 or x.dim() == 0 or x.size(dim) == 1:
+        return gradient
+    if not torch.is_grad_enabled():
+        return _divide_sums(gradient, x, result, dim)
+    if not (x == 0).any().item():
+        return _sum_backwards(result.conj() * gradient, dim) / x.conj()
+    return _sum_products(gradient, x.conj(), dim)
 
 
 def _divide(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -137,6 +129,23 @@ def _divide_sums(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor, 
     return torch.where(before, divided, torch.where(zeros & since, at_zero, 0))
 
 
+def _sum_products(gradient: torch.Tensor, factors: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return gradients of cumulative products with zeros that can be differentiated: one sum for each place.
+
+    That is PyTorch's formula for tensors of its own; for others it has another one from 2.14 on.
+    """
+    count, sums = factors.size(dim), []
+    one = factors.new_ones(()).expand_as(factors.narrow(dim, 0, 1))
+    for place in range(count):
+        before = factors.narrow(dim, 0, place).prod(dim, keepdim=True) if place else one
+        products = before
+        if place < count - 1:
+            after = factors.narrow(dim, place + 1, count - place - 1).cumprod(dim)
+            products = torch.cat([before, before.expand_as(after) * after if place else after], dim)
+        sums.append((gradient.narrow(dim, place, count - place) * products).sum(dim))
+    return torch.stack(sums, dim)
+
+
 def _sum_backwards(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.flip(dim).cumsum(dim).flip(dim)
 
@@ -145,7 +154,7 @@ def install(library: torch.library.Library) -> None:
     """Put our gradients in the place of PyTorch's."""
     put_gradient(library, _whole, _Product, "ProdBackward0")
     put_gradient(library, _along, _ProductAlong, "ProdBackward1")
-    put_gradient(library, _cumulative, _CumulativeProduct, "CumprodBackward0")
+    library.impl(_cumulative_backward, _cumulative_gradient, "AutogradPrivateUse1")
 
 
 __all__ = ["install", "multiply_others"]

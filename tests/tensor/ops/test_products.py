@@ -94,6 +94,19 @@ def test_gradients_of_cumulative_products_are_those_of_the_cpu(name: str, again:
             )
 
 
+@pytest.mark.parametrize("zeros", [0, 1, 3])
+def test_a_vector_times_the_jacobian_of_a_cumulative_product_is_that_of_the_cpu(zeros: int, sky1: str) -> None:
+    torch.manual_seed(0)
+    x, given = torch.randn(6, 9), torch.randn(6, 9)
+    x.view(-1)[7 : 7 + 8 * zeros : 8] = 0
+    for dim in (0, -1):
+        found = []
+        for device in ("cpu", sky1):
+            _, multiply = torch.func.vjp(lambda t: t.cumprod(dim), x.to(device))
+            found.append(multiply(given.to(device))[0].cpu())
+        assert torch.equal(*found)
+
+
 def test_a_product_of_another_dtype_has_gradients_of_its_own(sky1: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, dtype=torch.bfloat16)
