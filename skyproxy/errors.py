@@ -228,7 +228,8 @@ class RemoteError(SkyproxyError, RuntimeError):
     """Something failed on the worker.
 
     Attributes:
-        remote_traceback: the worker's traceback as text, or an empty string.
+        remote_traceback: the worker's traceback as text, or an empty string. It is printed with the error unless all
+            of it is the worker's own code, as where a kernel of PyTorch refused its operands.
         user_line: "file:line in function" that recorded the failing op, or an empty string.
         op: the name of the overload that failed, or an empty string.
     """

@@ -140,6 +140,11 @@ def remote_error(record: dict[str, object], user_line: str) -> RemoteError:
             raise
         error = RemoteError(text)
     error.op, error.user_line, error.remote_traceback = op, user_line, traceback
-    if traceback:
+    if traceback and not _is_of_a_kernel(traceback):
         error.add_note("Traceback of the worker:\n" + traceback.rstrip())
     return error
+
+
+def _is_of_a_kernel(traceback: str) -> bool:
+    """Return whether the innermost frame of a worker is its call of a kernel: none above tells a user anything."""
+    return traceback.rpartition('\n  File "')[2].startswith("<skyproxy ")

@@ -25,7 +25,7 @@ def activate() -> None:
             return
         # Each module that is only imported fills the table of special ops.
         from skyproxy.tensor.core import generators
-        from skyproxy.tensor.dispatch import hot_path
+        from skyproxy.tensor.dispatch import hot_path, positions  # noqa: F401
         from skyproxy.tensor.ops import (
             async_values,
             attention,

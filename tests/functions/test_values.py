@@ -278,7 +278,7 @@ def test_what_cannot_be_pickled_is_said_before_anything_is_sent(node: skyproxy.N
 
 
 def test_a_poisoned_argument_raises_the_error_of_the_operation(node: skyproxy.Node, sky: str) -> None:
-    bad = torch.zeros(3, device=sky)[torch.tensor([7], device=sky)]
+    bad = torch.zeros(3, device=sky)[torch.full((1,), 7, device=sky)]
     with pytest.raises(IndexError) as caught:
         node.run(torch.sum, bad)
     assert isinstance(caught.value, RemoteError)

@@ -13,6 +13,7 @@ from torch import nn
 
 from skyproxy.errors import LimitExceededError, RemoteError, UnsupportedOpError
 from skyproxy.protocol.messages import Failure, RequestId
+from skyproxy.session.failures import remote_error
 from skyproxy.tensor.core.devices import DEVICES
 from tests.integration.unseen_errors import drain
 
@@ -40,8 +41,8 @@ def nothing_is_left(sky: str) -> Iterator[None]:
 
 
 def bad_lookup(device: str) -> torch.Tensor:
-    """Fails on the worker only: no shape tells that an index is out of range."""
-    return nn.functional.embedding(torch.tensor([7], device=device), torch.zeros(3, 2, device=device))
+    """Fails on the worker only: nobody here knows that an index is out of range which was not uploaded."""
+    return nn.functional.embedding(torch.full((1,), 7, device=device), torch.zeros(3, 2, device=device))
 
 
 def test_the_error_comes_when_a_value_is_asked_for_and_is_the_local_class(sky: str) -> None:
@@ -57,7 +58,7 @@ def test_the_error_comes_when_a_value_is_asked_for_and_is_the_local_class(sky: s
 
 def test_the_error_names_op_line_and_worker_stack(sky: str) -> None:
     weights = torch.zeros(3, 2, device=sky)
-    index = torch.tensor([7], device=sky)
+    index = torch.full((1,), 7, device=sky)
     at = line() + 1
     out = nn.functional.embedding(index, weights)
     with pytest.raises(RemoteError) as caught:
@@ -68,7 +69,7 @@ def test_the_error_names_op_line_and_worker_stack(sky: str) -> None:
     assert f"{HERE}:{at}" in str(error)
     assert error.user_line.endswith(f"{HERE}:{at} in {inspect.currentframe().f_code.co_name}")  # type: ignore[union-attr]
     assert "IndexError" in error.remote_traceback
-    assert any(error.remote_traceback.rstrip() in note for note in error.__notes__)
+    assert not hasattr(error, "__notes__")  # all of that is the worker's own code
 
 
 def test_only_what_depends_on_it_is_poisoned(sky: str) -> None:
@@ -143,7 +144,7 @@ def test_a_failed_change_is_not_passed_over_and_the_former_value_comes_back(sky:
 def test_views_of_a_target_are_marked_too(sky: str) -> None:
     base = torch.zeros(2, 3, device=sky)
     row = base[1]
-    row.index_add_(0, torch.tensor([9], device=sky), torch.ones(1, device=sky))
+    row.index_add_(0, torch.full((1,), 9, device=sky), torch.ones(1, device=sky))
     with pytest.raises(IndexError):
         base.sum().item()
     assert base.tolist() == [[0, 0, 0], [0, 0, 0]]
@@ -170,7 +171,7 @@ def test_a_training_step_that_failed_can_be_repeated(sky: str) -> None:
     def step(m: nn.Module, tokens: list[int], where: str) -> torch.Tensor:
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         optimizer.zero_grad()
-        loss = m(torch.tensor([tokens], device=where)).square().sum()
+        loss = m(torch.tensor([tokens], device=where) + 0).square().sum()
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -193,7 +194,7 @@ def test_the_line_is_the_one_inside_forward(sky: str) -> None:
     model = Broken()
     wrapped = nn.Sequential(nn.Identity(), model)
     with pytest.raises(IndexError, match=r" in forward") as caught:
-        wrapped(torch.tensor([5], device=sky)).cpu()
+        wrapped(torch.full((1,), 5, device=sky)).cpu()
     assert f"{HERE}:{model.line} in forward" in str(caught.value)
 
 
@@ -206,7 +207,7 @@ class BadBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        bad = torch.tensor([9], device=grad.device)
+        bad = torch.full((1,), 9, device=grad.device)
         BadBackward.line = line() + 1
         return grad + nn.functional.embedding(bad, torch.zeros(3, 2, device=grad.device))
 
@@ -305,3 +306,13 @@ def test_each_class_of_error_is_known_here(sky: str, type_name: str, expected: t
         waiter.wait()
     assert isinstance(caught.value, RemoteError)
     session._failures.lines.clear()
+
+
+def test_a_workers_traceback_is_printed_where_it_says_more_than_that_a_kernel_refused() -> None:
+    frame = 'Traceback (most recent call last):\n  File "/opt/skyproxy_server/op_table.py", line 98, in handler\n    call()\n'
+    kernel = frame + '  File "<skyproxy aten::index.Tensor>", line 2, in handler\nIndexError: no'
+    own = kernel.replace("IndexError", '  File "/home/me/ops.py", line 7, in mine\n    raise IndexError\nIndexError')
+    for traceback, is_printed in ((kernel, False), (own, True), (frame + "IndexError: no", True), ("", False)):
+        error = remote_error({"type": "IndexError", "message": "no", "op": "aten::index", "traceback": traceback}, "")
+        assert error.remote_traceback == traceback
+        assert hasattr(error, "__notes__") is is_printed

@@ -170,7 +170,7 @@ def test_the_asynchronous_surface_leaves_the_event_loop_free(tmp_path: Path) -> 
             sparse = torch.eye(3).to_sparse().to(device)
             assert torch.equal((await skyproxy.fetch_async(sparse)).to_dense(), torch.eye(3))
             assert torch.equal(await skyproxy.fetch_async(torch.ones(2)), torch.ones(2))
-            bad = torch.nn.functional.embedding(torch.tensor([7], device=device), torch.zeros(3, 2, device=device))
+            bad = torch.nn.functional.embedding(torch.full((1,), 7, device=device), torch.zeros(3, 2, device=device))
             with pytest.raises(IndexError):
                 await skyproxy.fetch_async(bad)
         assert not node.alive

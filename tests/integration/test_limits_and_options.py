@@ -69,7 +69,7 @@ def test_too_many_values_are_a_clear_error() -> None:
 def test_lines_can_be_switched_off() -> None:
     source = """
     import torch, skyproxy
-    bad = torch.nn.functional.embedding(torch.tensor([7], device="sky:0"), torch.zeros(3, 2, device="sky:0"))
+    bad = torch.nn.functional.embedding(torch.full((1,), 7, device="sky:0"), torch.zeros(3, 2, device="sky:0"))
     try:
         bad.cpu()
     except IndexError as error:
@@ -81,7 +81,7 @@ def test_lines_can_be_switched_off() -> None:
 def test_launch_blocking_raises_each_error_at_its_own_statement() -> None:
     source = """
     import torch, skyproxy, traceback
-    rows, number = torch.zeros(3, 2, device="sky:0", requires_grad=True), torch.tensor([7], device="sky:0")
+    rows, number = torch.zeros(3, 2, device="sky:0", requires_grad=True), torch.full((1,), 7, device="sky:0")
     large = torch.ones(2_000_000).to("sky:0")
     model = torch.nn.Linear(2, 2).to("sky:0")
     optimizer = torch.optim.AdamW(model.parameters())

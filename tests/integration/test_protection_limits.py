@@ -64,7 +64,7 @@ def test_operations_that_were_cancelled_stay_so(served: Served, node: skyproxy.N
 
 def test_a_failure_and_a_warning_are_told_once(served: Served, node: skyproxy.Node) -> None:
     protected, device = skyproxy.protect(every="1h", node=node), node.devices[0]
-    table, wrong = torch.rand(4, 2, device=device), torch.tensor([9], device=device)
+    table, wrong = torch.rand(4, 2, device=device), torch.full((1,), 9, device=device)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         failed = torch.nn.functional.embedding(wrong, table)

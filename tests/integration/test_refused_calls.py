@@ -48,7 +48,7 @@ WRONG: dict[str, Callable[[str], object]] = {
     "leaf in place": lambda d: torch.ones(2, device=d, requires_grad=True).add_(1),
     "backward of many": lambda d: (torch.ones(2, device=d, requires_grad=True) * 2).backward(),
     "integer index": lambda d: torch.ones(3, device=d)[5],
-    "nonzero of a range": lambda d: torch.ones(3, device=d)[torch.tensor([9], device=d)].cpu(),
+    "nonzero of a range": lambda d: torch.ones(3, device=d)[torch.full((1,), 9, device=d)].cpu(),
     "svd of a vector": lambda d: torch.linalg.svd(torch.ones(3, device=d)),
     "cholesky": lambda d: torch.linalg.cholesky(torch.zeros(2, 2, device=d)).cpu(),
     "inverse": lambda d: torch.linalg.inv(torch.zeros(2, 2, device=d)).cpu(),

@@ -108,7 +108,7 @@ def test_an_error_names_the_cell_and_hides_what_is_below_it(sky: Kernel) -> None
 
 
 def test_a_value_that_failed_shows_its_error_once_and_without_what_is_below_the_cell(sky: Kernel) -> None:
-    sky.succeed("rows = torch.zeros(2, 3, device='sky:0')\nat = torch.tensor([9], device='sky:0')")
+    sky.succeed("rows = torch.zeros(2, 3, device='sky:0')\nat = torch.full((1,), 9, device='sky:0')")
     sky.succeed("missing = torch.nn.functional.embedding(at, rows)")
     for cell in ("missing", "missing[0]"):
         outcome = sky.run(cell)

@@ -48,6 +48,7 @@ class HostCopy:
 
     Attributes:
         values: its bytes, none where they are not known; None once something may have changed them.
+        bounds: the least and the largest of the numbers in them, and their dtype, once they were asked for.
         reads: where numbers of it were read one after another, and what was read ahead; None before.
         sized: what results look like whose sizes depend on the values, by the operation and its arguments.
         epoch: `recorder.hidden_writes` when they were right.
@@ -55,7 +56,7 @@ class HostCopy:
         final: whether it is never known: something else than this program may write to it at any time.
     """
 
-    __slots__ = ("asked", "epoch", "final", "reads", "sized", "values")
+    __slots__ = ("asked", "bounds", "epoch", "final", "reads", "sized", "values")
 
     def __init__(self, values: bytes | None, epoch: int) -> None:
         self.values = values
@@ -63,6 +64,7 @@ class HostCopy:
         self.asked = self.final = False
         self.sized: dict[object, object] | None = None
         self.reads: Reads | None = None
+        self.bounds: tuple[int, int, torch.dtype] | None = None
 
 
 class Reads:

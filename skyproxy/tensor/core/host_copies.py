@@ -47,6 +47,8 @@ _LEAST_AHEAD = 1 << 12
 """Bytes of a larger storage that are read ahead: twice as many each time."""
 _LONGEST_STEP = 1 << 8
 """Bytes from one number to the next; where they lie further apart, much of what is read ahead would be for nothing."""
+_FEW = 64
+"""Numbers that are looked at faster in Python than in PyTorch."""
 _MOST_SIZED = 16
 """Results whose sizes are known by one storage's values."""
 
@@ -256,6 +258,25 @@ def values_of(handle: Handle) -> torch.Tensor | None:
     return whole.as_strided(meta.size, meta.stride, meta.offset)
 
 
+def bounds_of(handle: Handle) -> tuple[int, int, torch.dtype] | None:
+    """Return the least and the largest of all numbers in a tensor's storage, if they are whole and its bytes known."""
+    found, dtype = _current(handle), handle.meta.dtype
+    if found is None or not found[1] or dtype.is_floating_point or dtype not in _READERS:
+        return None
+    copy, values = found
+    if copy.bounds is None or copy.bounds[2] is not dtype:
+        count = len(values) // dtype.itemsize
+        if not count:
+            return None
+        if count <= _FEW:
+            numbers = struct.unpack_from(f"={count}{_FORMATS[dtype]}", values)
+            copy.bounds = min(numbers), max(numbers), dtype
+        else:
+            least, largest = torch.frombuffer(bytearray(values), dtype=dtype, count=count).aminmax()
+            copy.bounds = int(least), int(largest), dtype
+    return copy.bounds
+
+
 def copy_of(handle: Handle) -> torch.Tensor | None:
     """Return what `cpu()` gives of a tensor in a storage whose bytes are known: in memory of its own, without gaps."""
     found, values = _current(handle), values_of(handle)
@@ -350,6 +371,7 @@ def _tensor_of(values: bytes, meta: Meta) -> torch.Tensor:
 
 
 __all__ = [
+    "bounds_of",
     "copy_of",
     "elements_ahead",
     "escape",

@@ -28,7 +28,7 @@ from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists, key_of_reader
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError
 from skyproxy.tensor.dispatch.number_classes import class_of, key_of, keys_of
-from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, info_of
+from skyproxy.tensor.dispatch.op_info import FIXED, FIXED_TYPES, NUMBER, SCALAR, TENSOR, TENSORS, comes_first, info_of
 from skyproxy.tensor.dispatch.overlaps import overlaps
 from skyproxy.tensor.dispatch.recording import count_changes, learn, record
 from skyproxy.torch_codec import DTYPE_NAMES
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle, SkyDevice
     from skyproxy.tensor.core.metadata import Meta
     from skyproxy.tensor.dispatch.entries import Entry
+    from skyproxy.tensor.dispatch.op_info import OpInfo
     from skyproxy.tensor.shapes.rules import Look
 
 _make_wrapper = make_wrapper_subclass
@@ -72,6 +73,21 @@ def one_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return product.mT.contiguous() if a.dim() == 2 else product
     rows = a.flatten(0, -2)  # not `reshape(-1, n)`, which no n of zero allows
     return (rows.mm(b) if b.dim() == 2 else rows.mv(b)).view(*a.shape[:-1], *b.shape[1:])
+
+
+@comes_first("aten::matmul", "aten::linear")
+def _multiply(info: OpInfo, args: tuple[Any, ...]) -> object:
+    """A product that a worker would take in another way."""
+    if multiplies_alike(args[0], args[1]):
+        return None
+    if info.name != "aten::linear":
+        return one_product(args[0], args[1])
+    bias = args[2] if len(args) > 2 else None
+    # Transposed weights of inference require no gradients; with a bias, and no gaps, it is one product in any case.
+    if args[1].is_inference() or (bias is not None and args[0].is_contiguous()):
+        return None
+    product = one_product(args[0], args[1].t())
+    return product if bias is None else product.add_(bias)
 
 
 _MANY = 8
@@ -138,14 +154,10 @@ def dispatch_remote(
             if types is not None and any(map(is_wrapper_class, types)):
                 return NotImplemented  # its own dispatch comes next
             raise
-    if info.is_matmul and not multiplies_alike(args[0], args[1]):
-        if info.name != "aten::linear":
-            return one_product(args[0], args[1])
-        bias = args[2] if len(args) > 2 else None
-        # Transposed weights of inference require no gradients; with a bias, and no gaps, it is one product in any case.
-        if not (args[1].is_inference() or (bias is not None and args[0].is_contiguous())):
-            product = one_product(args[0], args[1].t())
-            return product if bias is None else product.add_(bias)
+    if info.first is not None:
+        taken = info.first(info, args)
+        if taken is not None:
+            return taken
     device = None
     key: list[object] = [info]
     wire: list[object] = [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -206,6 +207,24 @@ def implements(*names: str) -> Callable[[Special], Special]:
     return register
 
 
+First = Callable[["OpInfo", tuple[Any, ...]], object]
+_FIRST: dict[str, First] = {}
+
+
+def comes_first(*names: str) -> Callable[[First], First]:
+    """Registers a function for overloads: `f(info, args)` sees each call before it is recorded, and may take it.
+
+    It returns the results where it has done so, and None where not.
+    """
+
+    def register(function: First) -> First:
+        for name in names:
+            _FIRST[name] = function
+        return function
+
+    return register
+
+
 class OpInfo:
     """The facts about one overload.
 
@@ -239,7 +258,7 @@ class OpInfo:
         trial_values: the values of the operands of such trials; one that goes well is enough.
         draws_floats: whether it makes random numbers, which whole numbers are not drawn as.
         takes_whole_numbers: whether it takes positions or bits, so that floating point may be a mistake.
-        is_matmul: whether PyTorch divides the op by what requires gradients, see `hot_path.multiplies_alike`.
+        first: who sees a call before it is recorded, and may take it, see `comes_first`; or None.
         followed: whether its result is known where its operands are, see `known_results`.
         is_view: whether its results are views of its arguments, which ATen's own kernels make of meta tensors: fake
             tensors take some by other ways, which give dimensions of size one other strides.
@@ -256,10 +275,10 @@ class OpInfo:
         "columns",
         "creates",
         "draws_floats",
+        "first",
         "followed",
         "for_each",
         "func",
-        "is_matmul",
         "is_pointwise",
         "is_tried",
         "is_view",
@@ -337,7 +356,7 @@ class OpInfo:
         takes_tensors = not {TENSOR, TENSORS}.isdisjoint(self.kinds)
         self.creates = self.returns == (None,) and not takes_tensors and "device" in self.names
         self.columns = self.for_each or packet.startswith(("aten::_fused_ada", "aten::_fused_sgd"))
-        self.is_matmul = self.name in ("aten::linear", "aten::matmul")
+        self.first = _FIRST.get(self.name)
         self.is_pointwise = torch.Tag.pointwise in func.tags
         self.shrinks = tried_ops.shrinks(func)
         self.is_tried = tried_ops.may_be_tried(func, draws=GENERATOR in self.kinds)

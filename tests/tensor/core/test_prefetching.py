@@ -114,7 +114,7 @@ def test_tensors_in_another_order_and_others_are_right_too(sky1: str) -> None:
 
 def test_an_error_reaches_the_one_who_asks_for_its_tensor(sky1: str) -> None:
     good = [torch.ones(2, device=sky1) for _ in range(3)]
-    bad = torch.ones(3, device=sky1)[torch.tensor([7], device=sky1)]
+    bad = torch.ones(3, device=sky1)[torch.full((1,), 7, device=sky1)]
     with reading_ahead([*good, bad]):
         assert [value.cpu().tolist() for value in good] == [[1, 1]] * 3
         with pytest.raises(IndexError):

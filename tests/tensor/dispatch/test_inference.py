@@ -91,7 +91,7 @@ def test_a_tensor_reshaped_after_a_failure_holds_its_values_in_the_new_shape(
     for _ in range(2):
         local, remote = torch.arange(6.0).view(2, 3), torch.arange(6.0, device=sky1).view(2, 3)
         reshape(local)
-        remote.view(-1).index_add_(0, torch.tensor([9], device=sky1), torch.ones(1, device=sky1))
+        remote.view(-1).index_add_(0, torch.full((1,), 9, device=sky1), torch.ones(1, device=sky1))
         reshape(remote)
         with pytest.raises(RuntimeError, match="index"):
             remote.cpu()
@@ -102,7 +102,7 @@ def test_a_tensor_reshaped_after_a_failure_holds_its_values_in_the_new_shape(
 def test_out_that_was_to_be_resized_by_a_failed_op_can_be_used_again(sky1: str) -> None:
     for _ in range(2):
         torch.add(torch.ones(2, device=sky1), 1, out=torch.empty(0, device=sky1))
-        failed = torch.ones(2, device=sky1).index_select(0, torch.tensor([9, 9], device=sky1))
+        failed = torch.ones(2, device=sky1).index_select(0, torch.full((2,), 9, device=sky1))
         out = torch.empty(0, device=sky1)
         torch.add(failed, 1, out=out)
         with pytest.raises(RuntimeError, match="index out of range"):

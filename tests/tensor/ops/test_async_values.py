@@ -53,7 +53,7 @@ def test_awaiting(sky: str) -> None:
 
 def test_the_error_comes_with_the_result(sky: str) -> None:
     table = torch.zeros(3, 2, device=sky)
-    bad = torch.nn.functional.embedding(torch.tensor([7]).to(sky), table).sum().item_async()
+    bad = torch.nn.functional.embedding(torch.full((1,), 7, device=sky), table).sum().item_async()
     with pytest.raises(IndexError):
         bad.result()
 

@@ -102,7 +102,7 @@ def test_a_vector_times_the_jacobian_of_a_cumulative_product_is_that_of_the_cpu(
     for dim in (0, -1):
         found = []
         for device in ("cpu", sky1):
-            _, multiply = torch.func.vjp(lambda t: t.cumprod(dim), x.to(device))
+            _, multiply = torch.func.vjp(lambda t, dim=dim: t.cumprod(dim), x.to(device))
             found.append(multiply(given.to(device))[0].cpu())
         assert torch.equal(*found)
 

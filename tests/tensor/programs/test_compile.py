@@ -412,13 +412,13 @@ def test_a_failing_graph_raises_at_the_value_and_names_the_line(sky: str) -> Non
         return table.index_select(0, index) + 1
 
     table = torch.arange(4.0, device=sky)
-    assert pick(table, torch.tensor([1], device=sky)).tolist() == [2]
-    result = pick(table, torch.tensor([9], device=sky))
+    assert pick(table, torch.full((1,), 1, device=sky)).tolist() == [2]
+    result = pick(table, torch.full((1,), 9, device=sky))
     with pytest.raises(RemoteError) as caught:
         result.cpu()
     assert isinstance(caught.value, IndexError)
     assert "test_compile.py" in caught.value.user_line
-    assert pick(table, torch.tensor([2], device=sky)).tolist() == [3]
+    assert pick(table, torch.full((1,), 2, device=sky)).tolist() == [3]
 
 
 def test_a_compiled_step_can_be_captured(sky: str) -> None:
