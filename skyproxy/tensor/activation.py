@@ -43,6 +43,7 @@ def activate() -> None:
             set_storage,  # noqa: F401
             sparse_tensors,  # noqa: F401
             special_ops,
+            transformed_composites,
             zero_tensors,
         )
         from skyproxy.tensor.torch_api import (
@@ -70,6 +71,7 @@ def activate() -> None:
 
         hot_path.install()
         zero_tensors.install()
+        transformed_composites.install()
         autograd.install()
         async_values.install()
         registration.register(sky_module.MODULE)

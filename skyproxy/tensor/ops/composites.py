@@ -114,10 +114,11 @@ def _max_pool1d(x: torch.Tensor, *options: Any, **named: Any) -> object:
 def _dropout(input: torch.Tensor, p: float, train: bool) -> object:
     """`aten::dropout` on a CPU worker in the CPU's form: accelerators scale by another rounding, also in gradients.
 
-    ATen takes its fused kernel for devices such as ours, which CPUs do not use.
+    ATen takes its fused kernel for devices such as ours, which CPUs do not use. What transforms make of it is in
+    `transformed_composites`.
     """
-    ours = isinstance(input, RemoteTensor) or (type(input) is torch.Tensor and function_transform_level() is not None)
-    if not ours or not train or not 0 < p < 1 or not input.numel() or DEVICES.of(input.device).place[0] != "cpu":
+    is_usual = isinstance(input, RemoteTensor) and train and 0 < p < 1 and input.numel()
+    if not is_usual or DEVICES.of(input.device).place[0] != "cpu":
         return aten.dropout.default._op_dk(_COMPOSITE, input, p, train)
     return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
 
