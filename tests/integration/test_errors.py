@@ -309,7 +309,7 @@ def test_each_class_of_error_is_known_here(sky: str, type_name: str, expected: t
 
 
 def test_a_workers_traceback_is_printed_where_it_says_more_than_that_a_kernel_refused() -> None:
-    frame = 'Traceback (most recent call last):\n  File "/opt/skyproxy_server/op_table.py", line 98, in handler\n    call()\n'
+    frame = 'Traceback (most recent call last):\n  File "/opt/skyproxy_server/op_table.py", line 98, in handler\n'
     kernel = frame + '  File "<skyproxy aten::index.Tensor>", line 2, in handler\nIndexError: no'
     own = kernel.replace("IndexError", '  File "/home/me/ops.py", line 7, in mine\n    raise IndexError\nIndexError')
     for traceback, is_printed in ((kernel, False), (own, True), (frame + "IndexError: no", True), ("", False)):
