@@ -17,7 +17,6 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import (
     DispatchKey,
     OpOverload,
-    function_transform_level,
     has_modes_or_transforms,
     is_forward_ad_active,
 )
