@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from skyproxy.tensor.core.devices import Handle, SkyDevice
     from skyproxy.tensor.core.metadata import Meta
     from skyproxy.tensor.dispatch.entries import Entry
-    from skyproxy.tensor.dispatch.op_info import OpInfo
+    from skyproxy.tensor.dispatch.op_info import Arguments, OpInfo
     from skyproxy.tensor.shapes.rules import Look
 
 _make_wrapper = make_wrapper_subclass
@@ -76,7 +76,7 @@ def one_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @comes_first("aten::matmul", "aten::linear")
-def _multiply(info: OpInfo, args: tuple[Any, ...]) -> object:
+def _multiply(info: OpInfo, args: Arguments) -> object:
     """A product that a worker would take in another way."""
     if multiplies_alike(args[0], args[1]):
         return None

@@ -207,7 +207,8 @@ def implements(*names: str) -> Callable[[Special], Special]:
     return register
 
 
-First = Callable[["OpInfo", tuple[Any, ...]], object]
+Arguments = tuple[Any, ...]
+First = Callable[["OpInfo", Arguments], object]
 _FIRST: dict[str, First] = {}
 
 

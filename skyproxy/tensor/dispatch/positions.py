@@ -20,9 +20,7 @@ from skyproxy.tensor.dispatch.op_info import comes_first
 from skyproxy.tensor.dispatch.recording import ask
 
 if TYPE_CHECKING:
-    from typing import Any
-
-    from skyproxy.tensor.dispatch.op_info import OpInfo
+    from skyproxy.tensor.dispatch.op_info import Arguments, OpInfo
 
 _IGNORED = -100
 """The class that `cross_entropy` ignores if none is given."""
@@ -34,7 +32,7 @@ def _names(text: str) -> list[str]:
 
 
 @comes_first(*_names("embedding _embedding_bag _embedding_bag_forward_only"))
-def _find_rows(info: OpInfo, args: tuple[Any, ...]) -> object:
+def _find_rows(info: OpInfo, args: Arguments) -> object:
     table, index = args[:2]
     return _ask(info, args) if _is_known(index) and _leaves(index, 0, _size(table, 0)) else None
 
@@ -46,13 +44,13 @@ def _find_rows(info: OpInfo, args: tuple[Any, ...]) -> object:
         "scatter_.value_reduce scatter_add scatter_add_ scatter_reduce.two scatter_reduce_.two"
     )
 )
-def _find_along(info: OpInfo, args: tuple[Any, ...]) -> object:
+def _find_along(info: OpInfo, args: Arguments) -> object:
     x, dim, index = args[:3]
     return _ask(info, args) if _is_known(index) and _leaves(index, 0, _size(x, dim)) else None
 
 
 @comes_first(*_names("index_fill.int_Scalar index_fill.int_Tensor index_fill_.int_Scalar index_fill_.int_Tensor"))
-def _find_from_either_end(info: OpInfo, args: tuple[Any, ...]) -> object:
+def _find_from_either_end(info: OpInfo, args: Arguments) -> object:
     x, dim, index = args[:3]
     if _is_known(index):
         size = _size(x, dim)
@@ -62,7 +60,7 @@ def _find_from_either_end(info: OpInfo, args: tuple[Any, ...]) -> object:
 
 
 @comes_first(*_names("nll_loss_forward nll_loss2d_forward cross_entropy_loss"))
-def _find_classes(info: OpInfo, args: tuple[Any, ...]) -> object:
+def _find_classes(info: OpInfo, args: Arguments) -> object:
     x, index = args[:2]
     if _is_known(index) and type(x) is RemoteTensor:
         ignored = args[4] if len(args) > 4 else _IGNORED
@@ -72,13 +70,13 @@ def _find_classes(info: OpInfo, args: tuple[Any, ...]) -> object:
 
 
 @comes_first("aten::one_hot")
-def _find_numbered(info: OpInfo, args: tuple[Any, ...]) -> object:
+def _find_numbered(info: OpInfo, args: Arguments) -> object:
     index, count = args
     return _ask(info, args) if _is_known(index) and _leaves(index, 0, count) else None
 
 
 @comes_first(*_names("take put put_"))
-def _find_in_all(info: OpInfo, args: tuple[Any, ...]) -> object:
+def _find_in_all(info: OpInfo, args: Arguments) -> object:
     x, index = args[:2]
     if _is_known(index) and type(x) is RemoteTensor and _leaves(index, -x.numel(), x.numel()):
         return _ask(info, args)
@@ -86,7 +84,7 @@ def _find_in_all(info: OpInfo, args: tuple[Any, ...]) -> object:
 
 
 @comes_first(*_names("index.Tensor index_put index_put_ _index_put_impl_"))
-def _find_places(info: OpInfo, args: tuple[Any, ...]) -> object:
+def _find_places(info: OpInfo, args: Arguments) -> object:
     x, indices = args[:2]
     if type(x) is not RemoteTensor:
         return None
@@ -140,7 +138,7 @@ def _leaves(index: RemoteTensor, least: int, end: int, ignored: int | None = Non
     return bool((wrong & (values != ignored) if ignored is not None else wrong).any())
 
 
-def _ask(info: OpInfo, args: tuple[Any, ...]) -> object:
+def _ask(info: OpInfo, args: Arguments) -> object:
     """Have the worker refuse a call; while a graph is captured it is recorded, for other values may come."""
     if is_capturing():
         return None
