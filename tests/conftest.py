@@ -10,6 +10,7 @@ import os
 import ssl
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import trustme
@@ -23,9 +24,19 @@ _SLOW_TEST_SECONDS = 300
 """For a slow test that says nothing else; a dozen processes that import torch share two cores with other tests."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files without the word out where slow tests alone are asked for: each process would import them all."""
+    if not config.option.markexpr.startswith("slow") or not collection_path.match("test_*.py"):
+        return None
+    return True if "slow" not in collection_path.read_text(encoding="utf-8") else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    for path in {item.path for item in slow}:
+        assert "slow" in path.read_text(encoding="utf-8"), f"{path}: `make slow` would leave out its slow tests"
+    for item in slow:
+        if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SLOW_TEST_SECONDS))
 
 

@@ -38,7 +38,7 @@ NEEDS = pytest.mark.skipif(
 )
 
 
-def real(test: Callable[..., None]) -> Callable[..., None]:
+def slow_through_sshd(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that talks to the real sshd: an environment is made there, which takes its time."""
     return NEEDS(pytest.mark.slow(test))
 
@@ -201,7 +201,7 @@ def process_of(host: Host) -> int:
     return int(json.loads(record.read_text())["pid"])
 
 
-@real
+@slow_through_sshd
 def test_a_worker_over_ssh_is_used_and_leaves_nothing(host: Host, worker: SshWorker) -> None:
     assert python(PROGRAM) == "14.0 saved context 'gpu-box' (ssh)\n"
     (row,) = json.loads(run("list", "--json").stdout)
@@ -242,7 +242,7 @@ def test_a_worker_over_ssh_is_used_and_leaves_nothing(host: Host, worker: SshWor
     assert finished.stat().st_mtime_ns == before
 
 
-@real
+@slow_through_sshd
 def test_a_tunnel_is_opened_again_where_it_led_before(host: Host, worker: SshWorker) -> None:
     if find("gpu-box") is None:
         assert up(host).exit_code == 0
@@ -263,7 +263,7 @@ def test_a_tunnel_is_opened_again_where_it_led_before(host: Host, worker: SshWor
         ask_worker(url, worker.token(), timeout_seconds=5)
 
 
-@real
+@slow_through_sshd
 def test_a_killed_worker_is_lost_and_its_name_can_be_taken_again(host: Host, worker: SshWorker) -> None:
     if find("gpu-box") is None:
         assert up(host).exit_code == 0
@@ -288,7 +288,7 @@ def python_of_version(folder: Path, version: str) -> str:
     return str(path)
 
 
-@real
+@slow_through_sshd
 @pytest.mark.parametrize(
     ("name", "kind", "told"),
     [
@@ -303,7 +303,7 @@ def test_who_cannot_log_in_is_told_why(host: Host, name: str, kind: type[Excepti
     assert find("x") is None
 
 
-@real
+@slow_through_sshd
 def test_a_host_without_a_fitting_python_says_which_one_it_has(host: Host, tmp_path: Path) -> None:
     with pytest.raises(WorkerStartError, match=r"there is no /no/python on gpu-box.*--python"):
         start("x", host.target(), python="/no/python")
@@ -312,7 +312,7 @@ def test_a_host_without_a_fitting_python_says_which_one_it_has(host: Host, tmp_p
     assert find("x") is None
 
 
-@real
+@slow_through_sshd
 def test_a_host_without_torch_and_without_a_network_says_so_and_keeps_no_half_environment(host: Host) -> None:
     bare = os.path.realpath(sys.executable)
     looked = subprocess.run([bare, "-I", "-c", "import torch"], capture_output=True, timeout=WAIT_SECONDS, check=False)

@@ -16,7 +16,7 @@ import pytest
 
 from skyproxy.providers.ssh import find
 from tests.integration.programs import wait_for
-from tests.providers.test_ssh import SSHD, Host, answers, keys, python, real, run, state
+from tests.providers.test_ssh import SSHD, Host, answers, keys, python, run, slow_through_sshd, state
 
 __all__ = ["state"]
 pytestmark = [
@@ -77,7 +77,7 @@ def accounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hos
         process.wait(60)
 
 
-@real
+@slow_through_sshd
 def test_two_accounts_of_one_host_have_a_worker_each(accounts: dict[str, Host]) -> None:
     try:
         for name, host in accounts.items():
@@ -100,7 +100,7 @@ def test_two_accounts_of_one_host_have_a_worker_each(accounts: dict[str, Host]) 
             assert host.files() == []
 
 
-@real
+@slow_through_sshd
 def test_a_second_account_under_the_name_of_the_first_is_told_so(accounts: dict[str, Host]) -> None:
     given = ["--ssh-config", str(accounts["alice"].config), "--python", sys.executable, "--gpus", "0"]
     given += ["--env", "PIP_NO_INDEX=1"]

@@ -30,8 +30,8 @@ from tests.providers.test_ssh import (
     answers,
     host,
     process_of,
-    real,
     run,
+    slow_through_sshd,
     state,
     up,
 )
@@ -273,7 +273,7 @@ def interrupt_up(host: Host, seen: Callable[[], object]) -> None:
     assert find("gpu-box") is None
 
 
-@real
+@slow_through_sshd
 def test_an_interrupted_installation_leaves_nothing(host: Host, state: Path) -> None:
     cache = host.home / ".cache" / "skyproxy" / "ssh"
     interrupt_up(host, lambda: list(cache.glob("environments/*/bin/python")))
@@ -281,7 +281,7 @@ def test_an_interrupted_installation_leaves_nothing(host: Host, state: Path) -> 
     assert host.files() == []
 
 
-@real
+@slow_through_sshd
 def test_two_people_with_one_account_do_not_meet(
     host: Host, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from skyproxy.providers.ssh_connection import call
 from skyproxy.providers.ssh_tunnel import Tunnel
 from tests.integration.programs import wait_for
 from tests.integration.programs import worker as started_worker
-from tests.providers.test_ssh import NEEDS, Host, host, python, real, run, state, up
+from tests.providers.test_ssh import NEEDS, Host, host, python, run, slow_through_sshd, state, up
 
 __all__ = ["host", "state"]
 pytestmark = [NEEDS, pytest.mark.timeout(1200)]
@@ -161,7 +161,7 @@ print(x.sum().item(), skyproxy.devices()[0].alive)
 """
 
 
-@real
+@slow_through_sshd
 def test_a_program_goes_on_after_the_tunnel_of_its_worker(host: Host, state: Path) -> None:
     assert up(host).exit_code == 0
     try:

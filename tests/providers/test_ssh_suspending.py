@@ -11,7 +11,7 @@ import pytest
 from skyproxy.errors import ConnectError
 from skyproxy.providers.ssh import SshWorker, find
 from tests.cli.test_suspending import Notebook, undisturbed
-from tests.providers.test_ssh import Host, host, process_of, real, run, state, up
+from tests.providers.test_ssh import Host, host, process_of, run, slow_through_sshd, state, up
 
 __all__ = ["host", "state"]
 pytestmark = pytest.mark.timeout(1200)
@@ -33,7 +33,7 @@ def row() -> dict[str, object]:
     return dict(found)
 
 
-@real
+@slow_through_sshd
 def test_a_suspended_worker_on_a_host_comes_back_with_the_next_operation(
     host: Host, worker: SshWorker, tmp_path: Path
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_suspended_worker_on_a_host_comes_back_with_the_next_operation(
     assert losses == undisturbed(tmp_path, len(losses))
 
 
-@real
+@slow_through_sshd
 def test_down_of_a_suspended_worker_on_a_host_deletes_what_it_held(
     host: Host, worker: SshWorker, tmp_path: Path
 ) -> None:
@@ -82,7 +82,7 @@ def test_down_of_a_suspended_worker_on_a_host_deletes_what_it_held(
         notebook.close()
 
 
-@real
+@slow_through_sshd
 def test_a_worker_that_runs_is_ended_without_a_last_snapshot(host: Host, worker: SshWorker, tmp_path: Path) -> None:
     notebook = Notebook(tmp_path)
     try:
