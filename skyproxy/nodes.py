@@ -272,7 +272,7 @@ open_saved: Callable[[], Node | None] = lambda: None  # noqa: E731
 """Connects to the worker that `skyproxy up` saved; None where there is none. A layer above provides it."""
 
 
-def _start_default() -> None:
+def start_default() -> None:
     """Start what `sky:0` means if nobody connected: the environment's worker, the saved one, or an embedded one."""
     with _starting:
         if DEVICES.existing():
@@ -393,5 +393,5 @@ def observing(observer: Callable[[str], None]) -> Iterator[None]:
         WAIT_OBSERVERS.remove(observer)
 
 
-DEVICES.start_default = _start_default
+DEVICES.start_default = start_default
 atexit.register(_close_at_exit)

@@ -130,7 +130,7 @@ def protect(
         every_seconds = duration_seconds(every.replace("min", "m") if isinstance(every, str) else every, "every")
     chosen = [node] if node is not None else [each for each in nodes.list_nodes() if each.alive]
     if not chosen:
-        nodes._start_default()
+        nodes.start_default()
         chosen = [each for each in nodes.list_nodes() if each.alive]
     result = Protected([], every_seconds, steps or 0)
     try:

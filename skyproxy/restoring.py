@@ -39,7 +39,7 @@ def restore(location: str | os.PathLike[str], node: Node | None = None, *, trust
         ```
     """
     if node is None:
-        nodes._start_default()
+        nodes.start_default()
         node = next(each for each in nodes.list_nodes() if each.alive)
     node._restore(location, trust=trust)
     return node
