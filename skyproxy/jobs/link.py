@@ -18,6 +18,7 @@ from skyproxy.errors import (
     UnknownJobError,
     visible,
 )
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.messages import JOBS, Buffer, Hello, JobAnswer, JobRequest, RequestId
 from skyproxy.protocol.versions import SUPPORTED
 from skyproxy.settings import SETTINGS
@@ -86,6 +87,8 @@ class JobLink:
                 raise ProtocolError("the worker answered another question")
         except TimeoutError as error:
             self.close()
+            if raised_by_handler(error):
+                raise
             raise SessionLostError("the worker does not answer") from error
         except BaseException:
             self.close()

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from skyproxy.errors import RankErrors, add_note, text_of
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.releasing_future import ReleasingFuture
 from skyproxy.runtime.instance import InstanceInfo
 
@@ -211,8 +212,9 @@ def _wait(calls: Iterable[Call], timeout_seconds: float) -> None:
     for call in calls:
         try:
             call.exception(max(0.0, end - time.monotonic()))
-        except (CancelledError, TimeoutError):
-            pass
+        except (CancelledError, TimeoutError) as error:
+            if raised_by_handler(error):
+                raise
 
 
 def _address(info: InstanceInfo) -> str:

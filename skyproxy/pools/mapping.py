@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.errors import ProtocolError, SessionLostError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.pools.call_options import CallOptions, is_stream
 from skyproxy.pools.futures import PoolFuture
 from skyproxy.pools.pending import PendingCompute
@@ -282,7 +283,9 @@ def _is_done(future: PoolFuture[Any] | Call, timeout_seconds: float) -> bool:
     """Return whether a call has ended, or does within some time."""
     try:
         future.exception(timeout_seconds)
-    except TimeoutError:
+    except TimeoutError as error:
+        if raised_by_handler(error):
+            raise
         return future.done()
     except CancelledError:
         pass

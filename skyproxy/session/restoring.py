@@ -6,6 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, visible
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
 from skyproxy.protocol.messages import Batch, Failure, Message, Ping, Pong, Reply, Sequence, Welcome
@@ -56,8 +57,8 @@ class NewSession(NamedTuple):
         while True:
             try:
                 return recv_before(self.operations, min(deadline, time.monotonic() + _PING_SECONDS))
-            except TimeoutError:
-                if time.monotonic() >= deadline:
+            except TimeoutError as error:
+                if time.monotonic() >= deadline or raised_by_handler(error):
                     raise
             while (message := self.bulk.recv_ready()) is not None:
                 if isinstance(message, Pong) and LEAVING in message.load:
@@ -99,7 +100,9 @@ class NewSession(NamedTuple):
                     raise RemoteError(visible(message.error.get("message") or "it failed"))
         except SessionLostError as error:
             raise WorkerEndedError(str(error)) from error
-        except TimeoutError:
+        except TimeoutError as error:
+            if raised_by_handler(error):
+                raise
             raise WorkerEndedError(f"no answer to {name} within {_ANSWER_SECONDS:g} s") from None
 
 

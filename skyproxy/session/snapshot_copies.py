@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, SnapshotError, visible
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
 from skyproxy.protocol.messages import Batch, Failure, Reply, RequestId, Sequence
@@ -103,6 +104,8 @@ def _pieces_of(folder: SnapshotFolder, opened: Opened, digests: list[bytes]) -> 
         try:
             yield opened.piece(digest)
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             raise SnapshotError(
                 f"{folder.store} cannot be read: {error.strerror or error}. It was not changed"
             ) from error
@@ -183,7 +186,9 @@ class WorkerCopies:
         while True:
             try:
                 message = self._opened.recv(deadline)
-            except TimeoutError:
+            except TimeoutError as error:
+                if raised_by_handler(error):
+                    raise
                 raise SessionLostError(f"the worker has not answered for {_ANSWER_SECONDS:g} s") from None
             if isinstance(message, Reply) and message.request == request:
                 return message.value

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from skyproxy.errors import SnapshotError
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.snapshots.documents import (
     Row,
     Table,
@@ -229,7 +230,9 @@ class SnapshotFolder:
                 finally:
                     reader.close()
             return known
-        except (OSError, SnapshotError):
+        except (OSError, SnapshotError) as error:
+            if raised_by_handler(error):
+                raise
             return {}  # it is not what we wrote; everything is written again
 
     def add(self, body: bytes, hash_name: str = SHA256) -> str:
@@ -314,6 +317,8 @@ class SnapshotFolder:
                 data(header.get("names", b""), "its names", MAX_NAMES_BYTES),
             )
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             raise self._unreadable(number, error) from error
 
     def find(self, name: str) -> int:
@@ -353,6 +358,8 @@ class SnapshotFolder:
                 raise
             return Opened(str(number), header, places, readers)
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             raise self._unreadable(number, error) from error
 
     def _unreadable(self, number: int, error: OSError) -> SnapshotError:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.extras import install_command
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.snapshots.locks import (
     LOCK_LOOK_SECONDS,
     LOCK_SECONDS,
@@ -384,7 +385,9 @@ class FsspecStore:
                 return act()
             except _FINAL:
                 raise
-            except Exception:
+            except Exception as error:
+                if raised_by_handler(error):
+                    raise
                 time.sleep(pause * random.uniform(0.5, 1.5))
         return act()
 
@@ -401,9 +404,13 @@ class FsspecStore:
         try:
             yield
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             reason = error.strerror or f"{type(error).__name__}: {error!s:.200}"
             raise OSError(error.errno or errno.EIO, reason, _redact(self._address)) from error
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             reason = f"{type(error).__name__}: {error!s:.200}"
             raise OSError(errno.EIO, reason, _redact(self._address)) from error
 

@@ -18,6 +18,7 @@ from skyproxy.errors import (
     VersionMismatchError,
     visible,
 )
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol.messages import CLIENT, Goodbye, Hello, Welcome
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.transport.addresses import Address, check_confidential, parse_url
@@ -95,6 +96,8 @@ def _connect_tcp(address: Address, settings: Settings) -> socket.socket:
     try:
         return socket.create_connection((address.host, address.port), timeout=settings.connect_timeout_seconds)
     except (OSError, UnicodeError) as exc:
+        if raised_by_handler(exc):
+            raise
         if isinstance(exc, socket.gaierror):
             reason, hint = f"the name {address.host!r} is unknown", "Check the url, and your network or VPN."
         elif isinstance(exc, TimeoutError):
@@ -128,6 +131,8 @@ def _secure(
         reason = f"it does not speak TLS ({exc.reason or exc})"
         raise _failure(address, reason, "If the worker does not encrypt, the url begins with ws://.") from exc
     except OSError as exc:
+        if raised_by_handler(exc):
+            raise
         raise _failure(address, str(exc), "Check that the url names a worker.") from exc
 
 
@@ -143,6 +148,8 @@ def _upgrade(stream: ByteStream, address: Address, token: str, deadline: float) 
     except ProtocolError as exc:
         raise _failure(address, f"no WebSocket server is there. {exc}", "Check host and port.") from exc
     except (OSError, EOFError) as exc:
+        if raised_by_handler(exc):
+            raise
         hint = "Check that the url names a worker; one that uses TLS has a url that begins with wss://."
         raise _failure(address, str(exc) or type(exc).__name__, hint) from exc
     status = head.split(b" ", 2)[1].split(b"\r", 1)[0].decode("ascii", "replace") if b" " in head else "none"
@@ -182,6 +189,8 @@ def _greet(transport: WebSocketTransport, hello: Hello, address: Address, deadli
         transport.send(hello)
         welcome = transport.recv(remaining(deadline))
     except TimeoutError as exc:
+        if raised_by_handler(exc):
+            raise
         raise _failure(address, "the worker did not answer the handshake in time", "Try again.") from exc
     except SessionLostError as exc:
         raise _goodbye_error(address, transport.connection.goodbye, exc) from exc

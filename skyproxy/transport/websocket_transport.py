@@ -193,6 +193,8 @@ class WebSocketTransport(Transport):
                 self._end("protocol", str(exc))
                 raise
             except OSError as exc:
+                if raised_by_handler(exc):
+                    raise
                 if self._ended is None:
                     self._ended = _reason(exc)
                 self._outbox.abort(exc)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from skyproxy.errors import ConnectError, visible
+from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
 from skyproxy.protocol.messages import OPERATIONS, Batch, Failure, Hello, Reply, RequestId, Sequence
@@ -59,6 +60,8 @@ def ask_control(
             if isinstance(message, Failure) and message.request == _REQUEST:
                 raise ConnectError(visible(message.error.get("message") or "the worker could not do it"))
     except TimeoutError as error:
+        if raised_by_handler(error):
+            raise
         raise ConnectError(f"the worker did not answer within {timeout_seconds:g} s") from error
     finally:
         transport.close()

@@ -40,10 +40,10 @@ class Storm:
             self._raging = False
             raise self.error
 
-    def attempt(self, action: Callable[[], object]) -> bool:
-        """Whether `action` came to its end before lightning struck."""
+    def attempt(self, action: Callable[[], object], seconds: float | None = None) -> bool:
+        """Whether `action` came to its end before lightning struck, after `seconds` or at random."""
         signal.signal(signal.SIGALRM, DeferringSignalHandler(self._strike))
-        delay = self._random.choice((2e-6, 1e-5, 3e-5, 1e-4, 1e-3)) * self._random.random() + 1e-6
+        delay = seconds or self._random.choice((2e-6, 1e-5, 3e-5, 1e-4, 1e-3)) * self._random.random() + 1e-6
         try:
             self._raging = True
             signal.setitimer(signal.ITIMER_REAL, delay)
@@ -214,3 +214,13 @@ def test_a_destructor_may_send_in_the_middle_of_a_send(make_pair, monkeypatch: p
     monkeypatch.setattr(client._stream, "write", write)
     client.send(Batch(Sequence(1), ["outer"]))
     assert [worker.recv(5), worker.recv(5)] == [Batch(Sequence(1), ["outer"]), Batch(Sequence(2), ["nested"])]
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_an_alarm_ends_a_wait_for_a_message_and_not_the_connection(make_pair, storm: Storm, tls: bool) -> None:
+    client, worker = make_pair(tls=tls)
+    assert not storm.attempt(lambda: worker.recv(30), seconds=0.05)
+    client.send(Batch(Sequence(1), [7], ()))
+    message = worker.recv(30)
+    assert isinstance(message, Batch)
+    assert message.stream == [7]
