@@ -29,7 +29,7 @@ from skyproxy.protocol.messages import Buffer
 
 PICKLE = "pickle"
 PLAIN = "plain"
-_HIDDEN_ATTRIBUTES = frozenset({"_sky", "_is_param"})
+_HIDDEN_ATTRIBUTES = frozenset({"_sky", "_sky_storage", "_is_param"})
 
 
 @dataclass(slots=True)

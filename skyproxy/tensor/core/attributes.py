@@ -9,7 +9,7 @@ import torch
 
 WHOLE_DICT = torch.Tensor.__dict__["__dict__"]
 """Python's own descriptor of the dict in which it looks attributes up, of tensors of any class."""
-OWN_ATTRIBUTES = frozenset({"_sky", "_is_param"})
+OWN_ATTRIBUTES = frozenset({"_sky", "_sky_storage", "_is_param"})
 """Attributes that a remote tensor or parameter has in its `__dict__` where PyTorch's own would have nothing."""
 
 

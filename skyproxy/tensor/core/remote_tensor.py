@@ -198,4 +198,6 @@ def adopt(tensor: RemoteTensor, handle: Handle) -> None:
         set_conjugate(tensor, True)
     if meta.negative:
         set_negative(tensor, True)
+    if (handle.root or handle) is not (tensor._sky.root or tensor._sky):
+        tensor._sky_dict.pop("_sky_storage", None)  # would keep memory that the tensor has left
     tensor._sky = handle

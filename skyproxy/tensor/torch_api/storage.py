@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from skyproxy import patching
 from skyproxy.tensor.core.addresses import is_invented
@@ -53,22 +52,21 @@ def _new_wrapped_storage(self: Any, untyped_storage: torch.UntypedStorage) -> An
 
 
 _wrap_cpu_storage = torch.TypedStorage._new_wrapped_storage
-_faces = WeakTensorKeyDictionary()
-"""The storage object of each tensor that was asked for it: as in PyTorch, it stays the same one while the tensor lives.
-
-Programs remember storages by `id()`. One that is made for each question dies at once, and the next one, of another
-tensor, may get its number.
-"""
 
 
 def _untyped_storage(self: RemoteTensor) -> SkyStorage:
+    """`Tensor.untyped_storage`: as in PyTorch, the same object while the tensor lives.
+
+    Programs remember storages by `id()`. One that is made for each question would die at once, and the next one, of
+    another tensor, might get its number.
+    """
     root = root_of(self)
     memory = memory_of(root)
     face = memory.face() if memory.face is not None else None
     if face is None or torch.UntypedStorage.nbytes(face) != memory.byte_count:  # C++ knows the old size
         face = SkyStorage(root)
         memory.face = weakref.ref(face)
-    _faces[self] = face
+    self._sky_dict["_sky_storage"] = face  # no weak reference to the tensor: what has one is not swapped with another
     return face  # type: ignore[return-value]
 
 
