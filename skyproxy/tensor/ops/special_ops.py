@@ -213,26 +213,29 @@ def _tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, 
     return split(self, places.tolist(), dim)
 
 
-def _differentiates(x: torch.Tensor) -> bool:
+def _needs_vectors(x: torch.Tensor) -> bool:
+    """Return whether PyTorch computes vectors with the values: for derivatives, and wherever it cannot see those."""
+    if has_modes_or_transforms():
+        return True
     return (torch.is_grad_enabled() and x.requires_grad) or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def _svdvals(A: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
     """`torch.linalg.svdvals`. For subclasses PyTorch computes the vectors too, and the values round otherwise then."""
-    result: torch.Tensor = aten._linalg_svd.default(A, False, _differentiates(A), driver=driver)[1]
+    result: torch.Tensor = aten._linalg_svd.default(A, False, _needs_vectors(A), driver=driver)[1]
     return result
 
 
 def _eigvalsh(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
     """`torch.linalg.eigvalsh`, likewise."""
-    result: torch.Tensor = aten._linalg_eigh.default(self, UPLO, _differentiates(self))[0]
+    result: torch.Tensor = aten._linalg_eigh.default(self, UPLO, _needs_vectors(self))[0]
     return result
 
 
 def _eigvals(self: torch.Tensor) -> torch.Tensor:
     """`torch.linalg.eigvals`, likewise."""
     result: torch.Tensor = (
-        aten.linalg_eig.default(self)[0] if _differentiates(self) else aten._linalg_eigvals.default(self)
+        aten.linalg_eig.default(self)[0] if _needs_vectors(self) else aten._linalg_eigvals.default(self)
     )
     return result
 

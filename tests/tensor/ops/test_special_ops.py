@@ -453,3 +453,18 @@ def test_real_coefficients_combine_complex_tensors(sky: str) -> None:
     assert torch.equal(found.cpu(), torch._compute_linear_combination(tensors, coefficients))
     with pytest.raises(RuntimeError, match="another dtype"):
         torch._compute_linear_combination(there, coefficients.to(sky).double()).cpu()
+
+
+@pytest.mark.parametrize("values", [torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.eigvals])
+def test_values_of_a_matrix_are_differentiated_by_an_outer_transform(
+    sky1: str, values: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """The inner transform sees a tensor that requires no gradient."""
+
+    def change(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        of_y = torch.func.jvp(lambda b: values(torch.diag_embed(x) + 1).abs() * b, (y,), (y,))[1]
+        return of_y.sum()
+
+    x, y = torch.tensor([0.3, 0.5, 0.9]), torch.tensor([1.0, 2.0, -1.0])
+    ours = torch.func.grad(change)(x.to(sky1), y.to(sky1))
+    assert torch.equal(ours.cpu(), torch.func.grad(change)(x, y))
