@@ -121,11 +121,15 @@ def _divide_sums(gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor, 
     zeros, factors = x == 0, x.conj()
     counts = zeros.cumsum(dim)
     before, since = counts == 0, counts == 1
-    divided = _sum_backwards((result.conj() * gradient).masked_fill(~before, 0), dim) / factors
+    sums = _sum_backwards((result.conj() * gradient).masked_fill(~before, 0), dim)
+    divided = sums / factors
+    if x.is_complex():  # ATen divides in place where there are zeros, and kernels round that otherwise
+        divided = torch.where(zeros.any(), sums.div_(factors), divided)
     products = factors.masked_fill(zeros | ~since, 1).cumprod(dim) * gradient.masked_fill(~since, 0)
-    one = torch.ones_like(result.narrow(dim, 0, 1))
-    previous = torch.cat([one, result.narrow(dim, 0, x.size(dim) - 1)], dim).conj()
-    at_zero = products.sum(dim, keepdim=True) * previous
+    # One number for each row, as ATen multiplies them: kernels round the complex ones of whole rows otherwise.
+    first = since.max(dim, keepdim=True).indices
+    previous = result.conj().gather(dim, (first - 1).relu_()).masked_fill_(first == 0, 1)
+    at_zero = products.sum(dim, keepdim=True).mul_(previous)
     return torch.where(before, divided, torch.where(zeros & since, at_zero, 0))
 
 
