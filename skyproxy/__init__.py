@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from skyproxy.runtime import stdout as stdout
     from skyproxy.tensor.core.remote_tensor import RemoteTensor as RemoteTensor
     from skyproxy.tensor.ops.async_values import prefetch as prefetch
+    from skyproxy.tensor.torch_api import sky as sky
     from skyproxy.tensor.torch_api.state_dicts import RemoteStateDict as RemoteStateDict
     from skyproxy.tensor.torch_api.state_dicts import load_into as load_into
     from skyproxy.webview.program import ui as ui
@@ -140,7 +141,7 @@ _SUBMODULES = {"errors", "integrations", "plugins", "providers", "runtime"}
 """Packages that are public as they are: `skyproxy.plugins.torch()` needs no import of its own."""
 _WITHOUT_DEVICE = ("early_start", "integrations", "jobs", "notebook", "plugins", "pools", "providers", "runtime")
 """Parts whose names neither load torch nor register the device: workers, which have the real devices, use them too."""
-_NAMES = sorted([*_PUBLIC, *_SUBMODULES, "__version__", "install", "uninstall"])
+_NAMES = sorted([*_PUBLIC, *_SUBMODULES, "__version__", "install", "sky", "uninstall"])
 if not TYPE_CHECKING:  # checkers read lists of words only; they take the imports above
     __all__ = _NAMES
 
@@ -150,6 +151,9 @@ def _load(name: str) -> object:
         from importlib.metadata import version
 
         return version("skyproxy")
+    if name == "sky":  # as `torch.sky`, which type checkers do not know
+        _load_device()
+        return importlib.import_module("torch.sky")
     if name in _PUBLIC:
         if _PUBLIC[name].split(".")[1] not in _WITHOUT_DEVICE:
             _load_device()

@@ -38,12 +38,16 @@ exception, so `except` clauses written for local PyTorch keep working; see `remo
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
+_PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = tuple(os.path.join(_PACKAGES, name, "") for name in ("skyproxy", "skyproxy_server"))
 
 
 class SkyproxyError(Exception):
@@ -127,6 +131,12 @@ class SessionLostError(SkyproxyError, ConnectionError):
 
     process_ended: bool = False
 
+    def again(self) -> SessionLostError:
+        """Return an error that says the same, for one more caller: it has a traceback of its own."""
+        error = SessionLostError(*self.args)
+        error.process_ended = self.process_ended
+        return error
+
 
 class ActorDiedError(SessionLostError):
     """The process that an actor lived in is gone, and its state with it.
@@ -209,6 +219,14 @@ def add_note(error: BaseException, note: str) -> None:
         return
 
 
+def traceback_text(error: BaseException) -> str:
+    """Return a traceback as text, without the frames of skyproxy that led to the user's code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
 def tell_origin(error: E, function: str, traceback: str) -> E:
     """Tell an exception that a function raised it on a worker, with the traceback there as its cause; return it."""
     add_note(error, f"raised by {function} on the worker; its traceback there is above")
@@ -237,6 +255,10 @@ class RemoteError(SkyproxyError, RuntimeError):
     remote_traceback: str = ""
     user_line: str = ""
     op: str = ""
+
+
+SELF_EXPLAINING = (RemoteError, CaptureError, SessionLostError)
+"""Errors that name the line to mend, or what to do: skyproxy's own frames would only hide that."""
 
 
 class UnsupportedOpError(RemoteError, NotImplementedError):
@@ -281,10 +303,10 @@ class UntrustedResultError(SkyproxyError, TypeError):
     Nothing is lost: after `error.call.trust_worker()`, `error.call.result()` gives the result.
 
     Attributes:
-        call: the function's call.
+        call: the function's `Call`; None for what is no result of a call.
     """
 
-    call: object = None
+    call: Any = None
 
 
 class RemoteTraceback(SkyproxyError):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from skyproxy.daemon_threads import ThreadsInOperations
-from skyproxy.errors import ConfigurationError, SessionLostError
+from skyproxy.errors import ConfigurationError, ConnectError, SessionLostError
 from skyproxy.first_use import tell_misspelt_variables, tell_worker
 from skyproxy.node import OPEN_NODES, DeviceInfo, Node
 from skyproxy.protocol.messages import Welcome
@@ -107,6 +107,8 @@ def connect(
                 "both ssl_context= and certificate= were given; each says whom to trust. Give one."
             )
         ssl_context = client_context(certificate)
+    if token is not None and not isinstance(token, str):
+        raise ConfigurationError(f"the token is no text but {type(token).__name__}. Use path.read_text().strip()")
     node = _connect(
         url,
         token,
@@ -230,7 +232,13 @@ def _connect(
         grace_seconds=grace_seconds,
         threads=threads,
     )
-    operations, bulk, welcome, _ = opener.open_session()
+    try:
+        operations, bulk, welcome, _ = opener.open_session()
+    except ConnectError as error:  # it says what to do: what led there would only hide that
+        error.__traceback__ = None
+        if error.__cause__ is not None:
+            error.__cause__.__traceback__ = None
+        raise
     _check_torch(welcome)
     resumes = bool(grace_seconds and welcome.secret)
     patience_seconds = min(grace_seconds, welcome.limits.get("grace_seconds", 0)) if resumes else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import weakref
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from skyproxy.node import Node
 from skyproxy.session.batch_log import BatchLog
 from skyproxy.session.successor import NewWorker, Successor
 from skyproxy.units import duration_seconds
+
+_MINUTES = re.compile(r"(?<=\d)min(?![a-z])")
 
 _step_counters: weakref.WeakSet[Protected] = weakref.WeakSet()
 _hook: Any = None
@@ -127,7 +130,7 @@ def protect(
     if every is None:
         every_seconds = math.inf if steps is not None else 300.0
     else:
-        every_seconds = duration_seconds(every.replace("min", "m") if isinstance(every, str) else every, "every")
+        every_seconds = duration_seconds(_MINUTES.sub("m", every) if isinstance(every, str) else every, "every")
     chosen = [node] if node is not None else [each for each in nodes.list_nodes() if each.alive]
     if not chosen:
         nodes.start_default()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
+from types import TracebackType
 from typing import TypeVar
 
 from skyproxy import interrupts
@@ -24,12 +25,24 @@ class ReleasingFuture(Future[T]):
         self._done_callbacks.clear()  # type: ignore[attr-defined]
         # Nobody adds to them any more: who comes now is called at once
 
+    _trace: TracebackType | None = None
+    """Where the exception came from, as it was set: each time that somebody is told of it starts there."""
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Set what `result` raises."""
+        self._trace = exception.__traceback__ if exception is not None else None
+        super().set_exception(exception)
+
     def result(self, timeout: float | None = None) -> T:
         """The result; waits for it, and notices signals that came just before the wait, too."""
         try:
             if timeout is None:
                 self._wait_for_end()
             return super().result(timeout)
+        except BaseException as error:
+            if error is self._exception:
+                error.with_traceback(self._trace)  # some classes let nobody set attributes
+            raise
         finally:
             del self  # the error's traceback would hold this frame, the frame the future, and that the error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +61,27 @@ def test_waits_end_as_futures_end() -> None:
         failed.result()
     with pytest.raises(concurrent.futures.TimeoutError):
         ReleasingFuture[int]().result(0)
+
+
+class FrozenError(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("name", ["result", "a pool's wait", "a pool's result"])
+def test_an_error_shows_where_it_came_from_and_who_asks_each_time_alike(name: str) -> None:
+    kind, wait = WAITS[name]
+    future: Any = kind("call") if kind is PoolFuture else kind()
+    try:
+        raise FrozenError("away")
+    except FrozenError as error:
+        future.set_exception(error)
+    seen = []
+    for _ in range(3):
+        with pytest.raises(FrozenError) as caught:
+            wait(future)
+        seen.append([row.name for row in traceback.extract_tb(caught.value.__traceback__)])
+    here = "test_an_error_shows_where_it_came_from_and_who_asks_each_time_alike"
+    assert (seen[0][0], seen[0][-1]) == (here, here)
+    assert len(seen[0]) <= 4
+    assert seen[0] == seen[1] == seen[2]

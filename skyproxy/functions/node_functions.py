@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, add_note, text_of
 from skyproxy.functions.call import Call
 from skyproxy.functions.payload import Payload
 from skyproxy.functions.runner import Results, Runner
@@ -117,7 +117,11 @@ class NodeFunctions:
             print(node.run(torch.sum, torch.ones(3, device=node.devices[0])).item())
             ```
         """
-        return self._runner.run(fn, args, kwargs)
+        try:
+            return self._runner.run(fn, args, kwargs)
+        except TypeError as error:
+            _explain_options(error, kwargs)
+            raise
 
     @overload
     async def execute(self, fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
@@ -135,7 +139,11 @@ class NodeFunctions:
             asyncio.run(main())
             ```
         """
-        return await self._runner.execute(fn, args, kwargs)
+        try:
+            return await self._runner.execute(fn, args, kwargs)
+        except TypeError as error:
+            _explain_options(error, kwargs)
+            raise
 
     def reattach(self, call_id: str, *, on_output: Callable[[str, str], object] | None = None) -> Call:
         """The call of this name that another session of the worker began, this process's or an earlier one's.
@@ -184,3 +192,21 @@ def _check_options(fn: Callable[..., object], args: Sequence[object], given: fro
             f"{option}= is an option of submit and a parameter of {called}. To give it to {called}: "
             f"node.submit(functools.partial({called}, {option}=...)). To give it to submit: wrap {called} in a lambda."
         )
+
+
+_OPTIONS = frozenset(
+    name
+    for name, parameter in inspect.signature(NodeFunctions.submit).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+)
+
+
+def _explain_options(error: TypeError, kwargs: Mapping[str, object]) -> None:
+    """Add to a function's refusal of a keyword that it is an option of `submit`, if it is one."""
+    for name in _OPTIONS.intersection(kwargs):
+        if f"unexpected keyword argument '{name}'" in text_of(error):
+            add_note(
+                error,
+                f"All keywords of `run` and `execute` go to the function. To give {name}= to the call: "
+                f"node.submit(fn, ..., {name}=...).result()",
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +11,14 @@ from typing import Any, NoReturn
 import msgpack
 import torch
 
-from skyproxy.errors import ProtocolError, RemoteFunctionError, RemoteTraceback, UntrustedResultError, visible
+from skyproxy.errors import (
+    ProtocolError,
+    RemoteFunctionError,
+    RemoteTraceback,
+    UntrustedResultError,
+    traceback_text,
+    visible,
+)
 from skyproxy.payloads.pickling import PLAIN, Pickled, Pickler, Unpickler
 from skyproxy.payloads.pieces import flat_size
 from skyproxy.payloads.plain import NotPlainError
@@ -43,7 +49,7 @@ def write_error(folder: Path, error: BaseException, *, plain: bool) -> None:
         "kind": "error",
         "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
         "message": _text(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": traceback_text(error),
     }
     pickled: Pickled | None = None
     try:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from skyproxy.errors import SkyproxyError
+
 _LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
 _PACKAGES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
 _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -33,13 +35,13 @@ def show_shortened(
 def shorten(error: BaseException) -> None:
     """Cut the tracebacks of an error, and of those that it came from, below the user's innermost frame.
 
-    One that does not pass through skyproxy stays as it is, and so does one without a frame of the user.
+    One that skyproxy has nothing to do with stays as it is, and so does one without a frame of the user.
     """
     lines = sys.modules.get("skyproxy.tensor.core.user_lines")
     if lines is None:
         return  # nothing was on a worker yet
     for each in chain(error):
-        each.__traceback__ = _cut(each.__traceback__, lines.FOREIGN)
+        each.__traceback__ = _cut(each.__traceback__, lines.FOREIGN, ours=isinstance(each, SkyproxyError))
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -56,14 +58,14 @@ def _is_users(file: str, foreign: Mapping[str, bool]) -> bool:
     return not foreign[file] and (not file.startswith(_LIBRARY) or file.startswith(_PACKAGES))
 
 
-def _cut(tb: TracebackType | None, foreign: Mapping[str, bool]) -> TracebackType | None:
+def _cut(tb: TracebackType | None, foreign: Mapping[str, bool], *, ours: bool) -> TracebackType | None:
     rows = []
     while tb is not None:
         rows.append(tb)
         tb = tb.tb_next
     files = [row.tb_frame.f_code.co_filename for row in rows]
     kept = max((number for number, file in enumerate(files) if _is_users(file, foreign)), default=-1) + 1
-    if not kept or not any(file.startswith(_OWN) for file in files[kept:]):
+    if not kept or not (ours or any(file.startswith(_OWN) for file in files[kept:])):
         return rows[0] if rows else None
     made: TracebackType | None = None
     for row in reversed(rows[:kept]):

@@ -133,8 +133,10 @@ class PoolFuture(ReleasingFuture[T]):
         """The result; an interrupt of this wait ends the call."""
         try:
             return self.result()
-        except BaseException:
-            if not self.done():
+        except BaseException as error:
+            if error is self._exception:
+                error.with_traceback(self._trace)  # some classes let nobody set attributes
+            elif not self.done():
                 self.cancel()
             raise
         finally:

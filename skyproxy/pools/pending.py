@@ -297,7 +297,7 @@ def _join(calls: Sequence[PendingCompute[object]], other: object) -> PendingGrou
         return PendingGroup([*calls, *other.calls])
     first = calls[-1].name
     raise TypeError(
-        f"`{first}() & ...`: the right-hand side is a {type(other).__name__}, not a call. `>>`, `@` and `>` bind "
+        f"`{first}() & ...`: the right-hand side is {other!r:.80}, not a call. `>>`, `@` and `>` bind "
         f"tighter than `&`, or chain unexpectedly: Python reads `{first}() & b() >> pool` as `{first}() & (b() >> "
         f"pool)`, so b has run and {first} has not. Write ({first}() & b()) >> pool."
     )
@@ -333,7 +333,7 @@ def gather(*calls: object) -> PendingGroup[*tuple[object, ...]]:
     for position, call in enumerate(calls):
         if not isinstance(call, PendingCompute | PendingGroup):
             raise TypeError(
-                f"gather(): argument {position + 1} is a {type(call).__name__}, not a call of a function "
+                f"gather(): argument {position + 1} is {call!r:.80}, not a call of a function "
                 "decorated with @compute. Pass f(x), not f and not its result."
             )
         parts += call.calls if isinstance(call, PendingGroup) else [call]
@@ -360,7 +360,7 @@ def target_of(target: Any) -> Target:
             "both sides are calls that have not run. A result goes into a call as an argument: g(f() >> pool) >> pool."
         )
     raise TypeError(
-        f"a call cannot run on a {type(target).__name__}. The right-hand side must be a pool or a node: "
+        f"a call cannot run on {target!r:.80}. The right-hand side must be a pool or a node: "
         "with Compute(...) as pool: f(x) >> pool"
     )
 

@@ -469,7 +469,7 @@ class Compute(PoolCalls, PoolActors, PoolJobs):
 
     def __repr__(self) -> str:
         if self._workers is None:
-            return f"<Compute {self._asked['name'] or ''}, not running>"
+            return f"<Compute {self._asked['name'] or 'without a name'}, not running>"
         spec = self._workers.spec
         return f"<Compute {spec.name}: {self.limits or spec.nodes} nodes, {self.world_size} processes>"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import re
 import time
 from collections import deque
 from typing import Any
@@ -40,6 +41,10 @@ _ERRORS: dict[str, type[BaseException]] = {
 }
 _NEVER_REBUILT = (BaseExceptionGroup, StopIteration, StopAsyncIteration)
 """Exceptions that end a loop in silence, or are made of others; a worker's is a `RemoteError` with its text."""
+_KERNEL = re.compile(r'^  File "<skyproxy [^"\n]*>", line \d+, in handler\n', re.MULTILINE)
+"""The frame that calls an operation, in a worker's traceback; `skyproxy_server/signatures.py` makes its code."""
+_FILE = re.compile(r'^  File "([^"\n]*)", line', re.MULTILINE)
+_OWN = re.compile(r"[\\/](?:skyproxy_server|skyproxy[\\/]protocol)[\\/]")
 _RECENT_ERRORS = 20
 _MAX_SHOWN_CHARACTERS = 300
 _REMEMBERED_FAILURES = 1024
@@ -140,11 +145,18 @@ def remote_error(record: dict[str, object], user_line: str) -> RemoteError:
             raise
         error = RemoteError(text)
     error.op, error.user_line, error.remote_traceback = op, user_line, traceback
-    if traceback and not _is_of_a_kernel(traceback):
-        error.add_note("Traceback of the worker:\n" + traceback.rstrip())
+    if told := _beyond_ours(traceback):
+        error.add_note("Traceback of the worker:\n" + told.rstrip())
     return error
 
 
-def _is_of_a_kernel(traceback: str) -> bool:
-    """Return whether the innermost frame of a worker is its call of a kernel: none above tells a user anything."""
-    return traceback.rpartition('\n  File "')[2].startswith("<skyproxy ")
+def _beyond_ours(traceback: str) -> str:
+    """Return what a worker's traceback tells of an operation's kernel; nothing if the kernel is PyTorch's own.
+
+    What leads to a kernel is the same for all of them, and `remote_traceback` has it.
+    """
+    below = _KERNEL.split(traceback)[-1]
+    if below == traceback:
+        return traceback
+    files = _FILE.findall(below)
+    return "Traceback (most recent call last):\n" + below if any(not _OWN.search(file) for file in files) else ""

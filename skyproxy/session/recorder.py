@@ -347,7 +347,7 @@ class Recorder:
         message, sent = self._outgoing
         self._wait_for_room()
         if self._ended is not None:
-            raise SessionLostError(str(self._ended)) from self._ended
+            raise self._ended.again()
         # Before it is sent, so that an acknowledgement always finds it.
         if self.last_batch is not sent:
             self._sent.append(sent)
@@ -475,7 +475,7 @@ class Recorder:
             SessionLostError: the session is over.
         """
         if self._ended is not None:
-            raise SessionLostError(str(self._ended)) from self._ended
+            raise self._ended.again()
 
     def end(self, error: SessionLostError) -> None:
         """Nothing more can be sent; wakes whoever waits for room."""

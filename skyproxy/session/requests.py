@@ -116,7 +116,7 @@ class Requests:
             SessionLostError: the session is over.
         """
         if self._ended is not None:
-            raise SessionLostError(str(self._ended)) from self._ended
+            raise self._ended.again()
 
     # --- commands and questions --------------------------------------------------------------------------------------
 

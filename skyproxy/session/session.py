@@ -231,7 +231,7 @@ class Session(Requests):
             raise
         except SessionLostError as error:
             self._end(str(error).rstrip("."))
-            raise SessionLostError(str(self._ended)) from error
+            raise (self._ended or error).again() from error
 
     def _handlers(self) -> dict[type[Message], Callable[[Any], None]]:
         return {

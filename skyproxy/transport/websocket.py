@@ -171,7 +171,7 @@ def _refusal(address: Address, status: str) -> ConnectError:
     if status == "401":
         return AuthenticationError(
             f"The worker at {address.shown} refused the token (HTTP {status}). "
-            "Set SKYPROXY_TOKEN to the token that the worker was started with."
+            "Use the one that the worker was started with: token=..., or SKYPROXY_TOKEN."
         )
     known = {
         "404": ("there is no worker at that path", "Check the url's path."),

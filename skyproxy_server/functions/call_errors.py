@@ -67,7 +67,7 @@ def _describe(
             "for the call. Catch it in the function, or give next() a default: next(items, None)."
         )
         error = RemoteFunctionError(text).with_traceback(error.__traceback__)
-    words, pickled = describe_error(error, hidden_frames=3, plain=plain)
+    words, pickled = describe_error(error, plain=plain)
     if pickled is not None:
         words.update(pickled.tables)
     return words, pickled

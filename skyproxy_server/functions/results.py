@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from skyproxy.errors import traceback_text
 from skyproxy.payloads.pickling import Pickled, Pickler, is_wrapper, pickle_simple
 from skyproxy.payloads.plain import NotPlainError
 from skyproxy.payloads.plain_writing import to_plain
@@ -107,18 +107,12 @@ def _is_special(tensor: torch.Tensor) -> bool:
     return tensor.is_quantized or torch.nn.parameter.is_lazy(tensor) or is_wrapper(tensor)
 
 
-def describe_error(
-    error: BaseException, hidden_frames: int = 0, plain: bool = False
-) -> tuple[dict[str, Any], Pickled | None]:
+def describe_error(error: BaseException, plain: bool = False) -> tuple[dict[str, Any], Pickled | None]:
     """An exception as it travels: what can be said of it in words, and itself where it can be written."""
-    trace = error.__traceback__
-    for _ in range(hidden_frames):
-        trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
-    text = "".join(traceback.format_exception(type(error), error, trace))
     words = {
         "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
         "message": _message(error),
-        "traceback": text,
+        "traceback": traceback_text(error),
     }
     try:
         if plain:

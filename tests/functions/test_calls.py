@@ -445,3 +445,15 @@ def test_an_argument_with_the_name_of_an_option_is_not_taken_for_it_in_silence(n
         node.submit(greet, name="you")
     assert node.submit(functools.partial(greet, name="you")).result(60) == "hello you"
     assert node.run(greet, name="you") == "hello you"
+
+
+@pytest.mark.parametrize("name", ["isolate", "timeout"])
+def test_an_option_of_submit_that_is_given_to_run_is_named(node: skyproxy.Node, name: str) -> None:
+    def takes_nothing() -> None: ...
+
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'") as caught:
+        node.run(takes_nothing, **{name: 1})
+    assert f"node.submit(fn, ..., {name}=...)" in caught.value.__notes__[-1]
+    with pytest.raises(TypeError) as caught:
+        asyncio.run(node.execute(takes_nothing, **{name: 1}))
+    assert f"node.submit(fn, ..., {name}=...)" in caught.value.__notes__[-1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import os
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import skyproxy
 from skyproxy.errors import LimitExceededError, RemoteError, UnsupportedOpError
 from skyproxy.protocol.messages import Failure, RequestId
 from skyproxy.session.failures import remote_error
@@ -69,7 +72,35 @@ def test_the_error_names_op_line_and_worker_stack(sky: str) -> None:
     assert f"{HERE}:{at}" in str(error)
     assert error.user_line.endswith(f"{HERE}:{at} in {inspect.currentframe().f_code.co_name}")  # type: ignore[union-attr]
     assert "IndexError" in error.remote_traceback
-    assert not hasattr(error, "__notes__")  # all of that is the worker's own code
+    assert not hasattr(error, "__notes__"), "what leads to a kernel of PyTorch says nothing to the user"
+
+
+def ours(error: BaseException) -> list[str]:
+    """The frames of skyproxy that an error came through."""
+    own = os.path.dirname(skyproxy.__file__)
+    return [row.name for row in traceback.extract_tb(error.__traceback__) if row.filename.startswith(own)]
+
+
+MISTAKES: dict[str, Callable[[str], object]] = {
+    "shapes": lambda on: torch.ones(3, 4, device=on) @ torch.ones(3, 4, device=on),
+    "sizes": lambda on: torch.ones(3, device=on) + torch.ones(5, device=on),
+    "dtypes": lambda on: torch.dot(torch.ones(3, device=on), torch.ones(3, device=on).long()),
+    "views": lambda on: torch.ones(3, 4, device=on).t().view(12),
+    "an item": lambda on: bad_lookup(on).sum().item(),
+    "values": lambda on: bad_lookup(on).cpu(),
+    "a list": lambda on: bad_lookup(on).tolist(),
+    "an array": lambda on: bad_lookup(on).numpy(force=True),
+    "printed": lambda on: repr(bad_lookup(on)),
+    "a singular matrix": lambda on: torch.linalg.inv(torch.zeros(2, 2, device=on)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_traceback_ends_near_the_users_line(sky: str, mistake: str) -> None:
+    with pytest.raises(RemoteError) as caught:
+        MISTAKES[mistake](sky)
+    assert len(ours(caught.value)) <= 2
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_only_what_depends_on_it_is_poisoned(sky: str) -> None:
@@ -312,7 +343,7 @@ def test_a_workers_traceback_is_printed_where_it_says_more_than_that_a_kernel_re
     frame = 'Traceback (most recent call last):\n  File "/opt/skyproxy_server/op_table.py", line 98, in handler\n'
     kernel = frame + '  File "<skyproxy aten::index.Tensor>", line 2, in handler\nIndexError: no'
     own = kernel.replace("IndexError", '  File "/home/me/ops.py", line 7, in mine\n    raise IndexError\nIndexError')
-    for traceback, is_printed in ((kernel, False), (own, True), (frame + "IndexError: no", True), ("", False)):
-        error = remote_error({"type": "IndexError", "message": "no", "op": "aten::index", "traceback": traceback}, "")
-        assert error.remote_traceback == traceback
+    for text, is_printed in ((kernel, False), (own, True), (frame + "IndexError: no", True), ("", False)):
+        error = remote_error({"type": "IndexError", "message": "no", "op": "aten::index", "traceback": text}, "")
+        assert error.remote_traceback == text
         assert hasattr(error, "__notes__") is is_printed

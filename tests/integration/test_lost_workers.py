@@ -38,8 +38,10 @@ def test_a_killed_worker_is_noticed_at_the_next_wait(node: skyproxy.Node) -> Non
     kill(node)
     with within(LOST_WITHIN_SECONDS), pytest.raises(SessionLostError, match="tensors on the CPU are unharmed"):
         (x + 1).cpu()
-    with within(0.5), pytest.raises(SessionLostError):
+    with within(0.5), pytest.raises(SessionLostError) as caught:
         x.cpu()
+    assert caught.value.process_ended
+    assert caught.value.__cause__ is None, "the same text twice"
     with within(0.5), pytest.raises(ConnectionError):
         torch.sky.synchronize(node.devices[0])
     assert not node.alive

@@ -382,3 +382,8 @@ def test_a_session_that_cannot_move_goes_on_where_it_was(served: Served, node: s
     total += 1
     assert total.tolist() == [3, 3, 3]
     assert (node.url, node.alive) == (served.url, True)
+
+
+def test_a_wrong_interval_is_shown_as_it_was_written() -> None:
+    with pytest.raises(ConfigurationError, match="every='5 minuts' is not a duration"):
+        skyproxy.protect(every="5 minuts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -146,10 +147,19 @@ def test_nobody_listens_there() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"ws://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(ConnectError, match="nothing listens on port"):
+        with pytest.raises(ConnectError, match="nothing listens on port") as caught:
             skyproxy.connect(url, token="t" * 40)
+        assert len(traceback.extract_tb(caught.value.__traceback__)) == 2, "this line, and connect"
+        cause = caught.value.__cause__
+        assert isinstance(cause, OSError)
+        assert cause.__traceback__ is None
         with pytest.raises(ConnectionError):
             skyproxy.connect(url, token="t" * 40)
+
+
+def test_a_token_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the token is no text but"):
+        skyproxy.connect("ws://127.0.0.1:1", token=Path("token"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "ws://", "ws://user:secret@127.0.0.1:1"])

@@ -163,3 +163,8 @@ def test_256_mebibytes_move_less_than_one(node: skyproxy.Node) -> None:
 @pytest.mark.slow
 def test_a_gibibyte_moves_less_than_a_mebibyte(node: skyproxy.Node) -> None:
     check_volume(node, 1024)
+
+
+def test_the_name_of_a_file_is_no_source() -> None:
+    with pytest.raises(skyproxy.errors.ConfigurationError, match="takes a state dict or a module, not 'weights'"):
+        skyproxy.load_into(torch.nn.Linear(2, 2), "weights")  # type: ignore[arg-type]

@@ -57,6 +57,33 @@ def test_a_failure_that_lacks_everything_is_still_an_error(record: dict[str, Any
     assert isinstance(rebuilt(record), RemoteError)
 
 
+MACHINERY = (
+    'Traceback (most recent call last):\n  File "/w/skyproxy_server/op_table.py", line 98, in handler\n    run()\n'
+    '  File "<skyproxy aten::mm>", line 2, in handler\n'
+)
+KERNELS = {
+    "PyTorch's": ('  File "/w/skyproxy_server/safe_forms.py", line 4, in clear\nIndexError: m\n', None),
+    "PyTorch's own": ("IndexError: m\n", None),
+    "a user's": (
+        '  File "/w/mylib.py", line 4, in scale\n    x[9]\nIndexError: m\n',
+        'Traceback (most recent call last):\n  File "/w/mylib.py", line 4, in scale\n    x[9]\nIndexError: m',
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_workers_traceback_is_shown_from_a_users_kernel_on(kernel: str) -> None:
+    below, note = KERNELS[kernel]
+    error = rebuilt({"type": "IndexError", "message": "m", "op": "aten::mm", "traceback": MACHINERY + below})
+    assert getattr(error, "__notes__", None) == (None if note is None else [f"Traceback of the worker:\n{note}"])
+    assert error.remote_traceback == MACHINERY + below
+
+
+def test_a_workers_traceback_without_a_kernel_is_shown_whole() -> None:
+    text = 'Traceback (most recent call last):\n  File "/w/skyproxy_server/session.py", line 9, in take\nIndexError: m'
+    assert rebuilt({"message": "m", "traceback": text}).__notes__ == ["Traceback of the worker:\n" + text]
+
+
 def test_a_workers_words_do_not_command_the_terminal() -> None:
     copy = "\x1b]52;c;ZXZpbA==\x07\x9d\x1b[31m\r"
     error = rebuilt({"type": "ValueError", "message": copy, "op": copy, "traceback": copy})

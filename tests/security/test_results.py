@@ -109,7 +109,7 @@ def test_a_worker_that_does_not_ask_is_refused_too(node: Node, monkeypatch: pyte
 
 
 def test_an_error_of_an_untrusted_worker_is_no_pickle(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def describe(error: BaseException, hidden_frames: int = 0, plain: bool = False) -> Any:
+    def describe(error: BaseException, plain: bool = False) -> Any:
         words = {"type": "Bomb\x1b]52;c;", "message": "m\x1b[2J", "traceback": "t\x1b[2J"}
         return words, Pickler(lambda tensor: None).pickle(BombError())
 

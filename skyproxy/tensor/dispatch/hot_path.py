@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyproxy import patching
+from skyproxy.errors import SELF_EXPLAINING
 from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
@@ -153,6 +154,9 @@ def dispatch_remote(
         except MixedDevicesError:
             if types is not None and any(map(is_wrapper_class, types)):
                 return NotImplemented  # its own dispatch comes next
+            raise
+        except SELF_EXPLAINING as error:
+            error.__traceback__ = None
             raise
     if info.first is not None:
         taken = info.first(info, args)

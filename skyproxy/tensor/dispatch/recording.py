@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from skyproxy import torch_codec
-from skyproxy.errors import LimitExceededError, ProtocolError
+from skyproxy.errors import SELF_EXPLAINING, LimitExceededError, ProtocolError
 from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.settings import SETTINGS
@@ -41,12 +41,9 @@ _getframe = sys._getframe
 _VALUES = frozenset({NUMBER, SCALAR})
 _NUMBERS = frozenset({int, float, list})
 _record_lines = SETTINGS.record_lines
-_REACHING = "aten::as_strided"
-"""The view that may reach beyond the memory of its tensor; a rule knows of those within what the tensor covers."""
-_MANY_TENSORS = 50_000
-"""Operations that take and give more tensors than this begin a batch."""
-_MOST_TENSORS = 250_000
-"""Tensors that one operation takes and gives: three lists describe each, of the million in a message."""
+_REACHING = "aten::as_strided"  # may reach beyond the memory of its tensor; a rule knows of those that do not
+_MANY_TENSORS = 50_000  # operations that take and give more tensors begin a batch
+_MOST_TENSORS = 250_000  # that one operation takes and gives: three lists describe each, of the million in a message
 
 
 def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -69,7 +66,11 @@ def record(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         for name in info.changed_lists:
             count_changes(kwargs[name] if name in kwargs else args[info.names.index(name)])
         return run_across_devices(info, func, args, kwargs, error)
-    result = run(call)
+    try:
+        result = run(call)
+    except SELF_EXPLAINING as error:
+        error.__traceback__ = None
+        raise
     if call.elements:
         known_values.restore(call.elements)
     return result

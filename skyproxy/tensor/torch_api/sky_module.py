@@ -416,5 +416,9 @@ def _lazy_call(function: Any) -> None:
 
 MODULE = types.ModuleType("torch.sky", __doc__)
 MODULE.__dict__.update(
-    {name: value for name, value in globals().items() if not name.startswith("__") and name not in ("MODULE", "types")}
+    {
+        name: value
+        for name, value in globals().items()
+        if getattr(value, "__module__", "") in (__name__, "torch.sky") or name in ("DeviceLike", "_initialized")
+    }
 )

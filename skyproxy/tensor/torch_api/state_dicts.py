@@ -98,6 +98,11 @@ def load_into(model: torch.nn.Module, source: Mapping[str, object] | torch.nn.Mo
         assert model.weight.device == torch.device("sky:0")
         ```
     """
+    if not isinstance(source, torch.nn.Module | Mapping):
+        raise ConfigurationError(
+            f"load_into takes a state dict or a module, not {source!r:.80}. To read a file where the worker is: "
+            "node.load(...) or node.load_safetensors(...)"
+        )
     values: dict[str, object] = dict(source.state_dict() if isinstance(source, torch.nn.Module) else source)
     is_skeleton = any(tensor.is_meta for tensor in _tensors(model))
     families = _families(model)

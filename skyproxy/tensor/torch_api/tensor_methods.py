@@ -14,6 +14,7 @@ from torch import _tensor_str
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from skyproxy import patching
+from skyproxy.errors import SELF_EXPLAINING
 from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor, adopt
 from skyproxy.tensor.core.torch_private import DisableTorchFunction, TensorBase
@@ -37,7 +38,11 @@ def telling(name: str) -> Callable[[Callable[..., object]], Callable[..., object
         def call(self: RemoteTensor, *args: object, **kwargs: object) -> object:
             if has_torch_function_unary(self):
                 return handle_torch_function(call, (self,), self, *args, **kwargs)
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except SELF_EXPLAINING as error:
+                error.__traceback__ = None
+                raise
 
         call.__name__ = name
         return call
@@ -95,6 +100,9 @@ def _values_to_print(self: RemoteTensor) -> str | None:
             strided = self.layout is torch.strided
             name = "tensor" if type(self) in OWN_CLASSES else type(self).__name__
             return _contents(values, len(name) + 1) if strided else _sparse_contents(values)
+        except SELF_EXPLAINING as error:
+            error.__traceback__ = None
+            raise
         finally:
             del outside  # an error's traceback would keep it, and no transform work as long as somebody has that
 

@@ -60,8 +60,10 @@ def test_an_error_that_nobody_can_change_keeps_its_class_and_says_where_it_came_
     assert type(error) is kind
     assert "on the worker" in error.__notes__[-1]
     assert "in function" in str(error.__cause__)
+    assert "skyproxy" not in str(error.__cause__).replace(__file__, ""), "frames of ours, that led to the function"
     with pytest.raises(RankErrors) as caught:
         skyproxy.compute(_raise(kind))() @ pool
+    assert "skyproxy" not in str(caught.value.exceptions[0].__cause__).replace(__file__, "")
     assert "On rank 0 of 1" in caught.value.exceptions[0].__notes__[-1]
 
 
