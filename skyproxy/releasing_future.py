@@ -26,7 +26,7 @@ class ReleasingFuture(Future[T]):
         # Nobody adds to them any more: who comes now is called at once
 
     _trace: TracebackType | None = None
-    """Where the exception came from, as it was set: each time that somebody is told of it starts there."""
+    """Frames of the exception when it was set: each time that it is raised begins with these."""
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Set what `result` raises."""
