@@ -11,6 +11,7 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from skyproxy import patching
 from skyproxy.import_watcher import when_imported
 from skyproxy.patching import When
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.generators import KeptRandomState
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor
 from skyproxy.tensor.dispatch import memoized_calls
 from skyproxy.tensor.programs import compiler
@@ -52,6 +55,7 @@ def _teach(dynamo: Any) -> None:
             when=When.DYNAMO,
         )
     _run_higher_order_ops()
+    _keep_random_states()
     dynamo.register_backend(compiler.sky_backend, name="sky")
     backends = importlib.import_module("torch._dynamo.backends.registry")
     patching.registered(
@@ -62,6 +66,15 @@ def _teach(dynamo: Any) -> None:
         when=When.DYNAMO,
     )
     _leave_out_own_frames()
+    _name_methods()
+
+
+def _name_methods() -> None:
+    """Give methods of remote tensors the names that they have there: by these, Dynamo knows a method of a tensor."""
+    for kind in OWN_CLASSES:
+        for name, method in vars(kind).items():
+            if isinstance(method, FunctionType):
+                method.__name__ = name
 
 
 def _leave_out_own_frames() -> None:
@@ -125,6 +138,36 @@ def _run_higher_order_ops() -> None:
         test=f"{_TESTS}::test_conditions_on_values_are_run_op_by_op",
         when=When.DYNAMO,
     )
+
+
+def _keep_random_states() -> None:
+    """Have compiled checkpoints draw again what they drew: their graphs take a state, and go back to it for one op."""
+    prims = importlib.import_module("torch._prims.rng_prims")
+
+    def device_of(args: tuple[object, ...]) -> torch.device:
+        return next(a.device for a in args if isinstance(a, RemoteTensor))
+
+    def save_and_run(op: Callable[..., object], *args: object, **kwargs: object) -> tuple[torch.Tensor, object]:
+        return sky_module.get_rng_state(device_of(args)), op(*args, **kwargs)
+
+    def run_again(state: torch.Tensor, op: Callable[..., object], *args: object, **kwargs: object) -> object:
+        device = device_of(args)
+        before = KeptRandomState(DEVICES.of(device))
+        sky_module.set_rng_state(state, device)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            before.restore()
+
+    for op, kernel in ((prims.run_and_save_rng_state, save_and_run), (prims.run_with_rng_state, run_again)):
+        op.py_impl(RemoteTensor)(kernel)
+        patching.registered(
+            f"kernel of `{op.name()}`",
+            functools.partial(op.python_key_table.pop, RemoteTensor, None),
+            why="a compiled checkpoint draws again what it drew, on devices that PyTorch lists",
+            test="tests/tensor/torch_api/test_dynamo.py::test_a_checkpoint_draws_again_what_it_drew",
+            when=When.DYNAMO,
+        )
 
 
 def _admit_to_flex_attention(module: object) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from skyproxy.session import recorder
 from skyproxy.tensor.core import remote_tensor
@@ -24,3 +29,42 @@ def test_what_is_put_around_functions_of_the_user_is_looked_through(sky: str) ->
     assert not trace_rules.check_file(str(memoized_calls.__file__), is_inlined_call=True).skipped
     trace_rules.clear_lru_cache()  # as `init_process_group` does
     assert not trace_rules.check_file(str(memoized_calls.__file__), is_inlined_call=True).skipped
+
+
+def test_a_checkpoint_draws_again_what_it_drew(sky: str) -> None:
+    x = torch.linspace(0, 1, 32, device=sky, requires_grad=True)
+
+    def loss(x: torch.Tensor) -> Any:
+        return checkpoint(lambda x: F.dropout(x.sin(), 0.5).square(), x, use_reentrant=False).sum()  # type: ignore[no-untyped-call]
+
+    values = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        values.append(torch.cat(torch.autograd.grad(function(x), x)).tolist())
+        values.append(torch.rand(2, device=sky).tolist())
+    assert values[:2] == values[2:]
+
+
+METHODS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tolist": lambda x: sum(x.tolist()),
+    "new_tensor": lambda x: x.new_tensor([1, 2]).sum(),
+    "untyped_storage": lambda x: x.untyped_storage(),
+}
+
+
+@pytest.mark.parametrize(("method", "found"), [("tolist", 3), ("new_tensor", 3), ("untyped_storage", None)])
+def test_methods_of_ours_are_those_of_a_tensor(method: str, found: int | None, sky: str) -> None:
+    x = torch.arange(3, device=sky)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        result = torch.compile(METHODS[method], backend="eager", fullgraph=True)(x)
+    assert found is None or int(result) == found
+
+
+def test_graphs_that_check_sizes_run(sky: str) -> None:
+    def found(x: torch.Tensor) -> torch.Tensor:
+        places = torch.argwhere(x[:, None] == x)
+        return torch.zeros_like(x).index_put((places[:, 1],), places[:, 0])
+
+    x = torch.tensor([3, 1, 2], device=sky)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert torch.compile(found, backend="sky", fullgraph=True)(x).tolist() == found(x.cpu()).tolist()
