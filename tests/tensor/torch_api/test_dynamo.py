@@ -38,7 +38,7 @@ def test_a_checkpoint_draws_again_what_it_drew(sky: str) -> None:
         return checkpoint(lambda x: F.dropout(x.sin(), 0.5).square(), x, use_reentrant=False).sum()  # type: ignore[no-untyped-call]
 
     values = []
-    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+    for function in (loss, torch.compile(loss, backend="sky", fullgraph=True)):
         torch.manual_seed(0)
         values.append(torch.cat(torch.autograd.grad(function(x), x)).tolist())
         values.append(torch.rand(2, device=sky).tolist())
