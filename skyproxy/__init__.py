@@ -227,6 +227,7 @@ def install() -> None:
     when_imported("torch", lambda torch: when_whole("skyproxy", _load_device))
     when_imported("transformers.generation.utils", _complete_with("skyproxy.integrations.generation"))
     when_imported("transformers.integrations.hub_kernels", _complete_with("skyproxy.integrations.layers"))
+    when_imported("transformers.modeling_utils", _complete_with("skyproxy.integrations.attention"))
 
 
 def uninstall() -> list[str]:

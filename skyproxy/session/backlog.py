@@ -8,7 +8,7 @@ import importlib
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
@@ -65,7 +65,7 @@ class Backlogs:
         device: what to call the worker.
     """
 
-    def __init__(self, recorder: Recorder, structures: Callable[[], dict[int, Any]], ask: Callable[[], Waiter]) -> None:
+    def __init__(self, recorder: Recorder, structures: Mapping[int, Any], ask: Callable[[], Waiter]) -> None:
         """Make the reader of one session's backlog.
 
         Args:
@@ -111,7 +111,7 @@ class Backlogs:
     def _name(self, number: int) -> str:
         if number < commands.FIRST_SIGNATURE:
             return _BUILT_IN.get(number, "")
-        structure = self._structures().get(number)
+        structure = self._structures.get(number)
         name = structure[0] if isinstance(structure, tuple) and structure else ""
         return name if isinstance(name, str) and "::" in name else "a compiled graph"
 

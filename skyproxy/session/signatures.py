@@ -19,12 +19,14 @@ class Signatures:
 
     Attributes:
         known: the number of a structure that was defined before; None for others.
+        structures: for each number that was defined so far, what makes its signature the same as others.
     """
 
     def __init__(self, recorder: Recorder, max_signatures: int) -> None:
         self._recorder = recorder
         self._max_signatures = max_signatures
         self._numbers: dict[object, int] = {}
+        self.structures: dict[int, Any] = {}
         self._lock = threading.RLock()
         self.known: Callable[[Any], int | None] = self._numbers.get
 
@@ -52,12 +54,9 @@ class Signatures:
                         )
                     self._recorder.widths[number] = width
                     record = partial(self._recorder.emit, (commands.DEFINE, number, define()))
+                    know = partial(self.structures.__setitem__, number, structure)
                     remember = partial(self._numbers.__setitem__, structure, number)
-                    # Both or neither: `deque` makes these calls without returning to the interpreter, where Ctrl-C
+                    # All or none: `deque` makes these calls without returning to the interpreter, where Ctrl-C
                     # strikes, and a number that was given twice would end the session.
-                    deque(map(call, (record, remember)), 0)
+                    deque(map(call, (record, know, remember)), 0)
         return number
-
-    def structures(self) -> dict[int, Any]:
-        """Return, for the number of each signature that was defined so far, what makes it the same as others."""
-        return {number: structure for structure, number in self._numbers.copy().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import transformers
 from transformers.generation import utils
 
 from skyproxy.session.session import Session
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from tests.integrations.language_models import make_model, placed, prompts
 
 if not hasattr(utils, "DeferredStopCheck"):
@@ -266,6 +268,52 @@ print("rotations that ran:", len(turns))
     assert done.returncode == 0, done.stderr
     count = int(done.stdout.split("rotations that ran:")[1])
     assert count < 20  # of 80
+
+
+def test_eager_attention_is_noted_and_follows_what_a_program_replaces(
+    sky1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.qwen2 import modeling_qwen2 as qwen2
+
+    local = make_model("Qwen2", attention="eager")
+    remote = copy.deepcopy(local).to(sky1)
+    runs: list[Any] = []
+
+    def counted(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            runs.append(args)
+            return function(*args, **kwargs)
+
+        return call
+
+    def tokens(model: Any) -> list[list[int]]:
+        runs.clear()
+        inputs = placed(prompts(2), str(model.device))
+        found: list[list[int]] = model.generate(
+            **inputs, do_sample=False, max_new_tokens=12, eos_token_id=None
+        ).tolist()
+        return found
+
+    expected = tokens(local)
+    with monkeypatch.context() as patched:
+        watched = counted(vars(RemoteTensor)["__torch_dispatch__"].__func__)
+        patched.setattr(RemoteTensor, "__torch_dispatch__", classmethod(watched))
+        softmaxes = []
+        for _ in range(2):
+            assert tokens(remote) == expected
+            softmaxes.append(sum(args[1] is torch.ops.aten._softmax.default for args in runs))
+    assert softmaxes[0] >= 12
+    assert softmaxes[1] == 0  # it was noted how they are recorded
+    for owner, name in ((qwen2, "repeat_kv"), (torch.nn.functional, "softmax"), (torch, "matmul")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, counted(getattr(owner, name)))
+            assert tokens(remote) == expected
+            assert runs, name
+    monkeypatch.setattr(qwen2, "eager_attention_forward", counted(qwen2.eager_attention_forward))
+    for _ in range(2):
+        assert tokens(remote) == expected
+        assert len(runs) == 12 * remote.config.num_hidden_layers  # no more the model's own: it runs each time
 
 
 def test_a_model_is_still_compiled_as_one_graph(sky1: str) -> None:

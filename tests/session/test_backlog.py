@@ -50,7 +50,7 @@ class Worker:
 
 def backlogs(load: dict[str, int] | None = None) -> Backlogs:
     recorder: Any = FakeRecorder()
-    made = Backlogs(recorder, lambda: {MM: ("aten::mm",), RELU: ("aten::relu",)}, Worker(load).ask)
+    made = Backlogs(recorder, {MM: ("aten::mm",), RELU: ("aten::relu",)}, Worker(load).ask)
     made.device = "sky:0"
     return made
 

@@ -28,7 +28,7 @@ def test_a_structure_is_defined_once() -> None:
     assert recorder.stream == [commands.DEFINE, FIRST, ["a"], commands.DEFINE, FIRST + 1, ["b"]]
     assert recorder.widths == commands.width_table({FIRST: 2, FIRST + 1: 2})
     assert (signatures.known("b"), signatures.known("c")) == (FIRST + 1, None)
-    assert signatures.structures() == {FIRST: "a", FIRST + 1: "b"}
+    assert signatures.structures == {FIRST: "a", FIRST + 1: "b"}
 
 
 def test_a_definition_that_fails_leaves_the_number_to_the_next() -> None:

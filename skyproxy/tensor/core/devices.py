@@ -72,6 +72,7 @@ class SkyDevice:
         modes: PyTorch's global modes that its worker's operations run under.
         cache: inferred metadata under these modes, by op and arguments; its values are `dispatch.entries.Entry`s.
         replays: what `dispatch.memoized_calls` noted under these modes, for the signatures of this session.
+        values_read: how often bytes of a tensor were read that are known here.
         handle_type: makes this device's handles: their class, unless a capture has put another function there.
     """
 
@@ -88,6 +89,7 @@ class SkyDevice:
         self._memories = {USUAL: (self.cache, self.replays)}
         self._proven = self._memories
         self.misses = 0
+        self.values_read = 0
         self.handle_type: Callable[[], Handle] = _handle_type(self)
         self._own = self.recorder, self.handle_type
 

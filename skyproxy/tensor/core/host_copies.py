@@ -189,6 +189,7 @@ def _current(handle: Handle) -> tuple[HostCopy, bytes] | None:
     copy, recorder, values = owner.copy, handle.device.recorder, owner.copy.values
     if values is None or type(recorder) is not Recorder or copy.epoch != recorder.hidden_writes:
         return None
+    handle.device.values_read += 1
     return copy, values
 
 

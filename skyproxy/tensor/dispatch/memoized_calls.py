@@ -10,34 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
-from skyproxy.interrupts import shielded
+from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.protocol import commands
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.devices import SkyDevice
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.tensor.core.torch_private import (
-    OpOverload,
     count_function_modes,
     has_modes_or_transforms,
 )
-from skyproxy.tensor.dispatch.op_info import info_of
+from skyproxy.tensor.dispatch.dependencies import CONSTANTS, Reader, constants_used, reader_of
+from skyproxy.tensor.dispatch.op_info import info_named
 
-_CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
 _MAX_REPLAYS = 4096
-_RUNS_BEFORE = 2
-"""Runs of a call before it is noted: the first times ask and define what later ones know."""
 _ATTEMPTS = 8
 """Attempts to note a call; a batch may be cut in the middle of one."""
+_DEFINITIONS = (commands.DEFINE, commands.EXPECT)
+_DRAWS = torch.Tag.nondeterministic_seeded
 _in_inference_mode = torch.is_inference_mode_enabled
 
 
@@ -50,17 +46,19 @@ class Replay(NamedTuple):
 
     Attributes:
         places: how many slots they fill.
-        commands: makes the commands of the slots of the inputs, and of those that are filled.
+        commands: makes the commands of the slots of the inputs, of those that are filled, and of `values`.
+        values: numbers of ops, and operands that are no slots.
         lines: for each operation, a code object and an instruction offset.
-        results: for each result, what it looks like and which place it fills.
+        results: for each result, what it looks like and which place it fills, and the same for what it is a view of.
         left_over: the places that hold no result.
         several: whether the function gives a tuple.
     """
 
     places: int
-    commands: Callable[[Sequence[int], Sequence[int]], tuple[object, ...]]
+    commands: Callable[[Sequence[int], Sequence[int], Sequence[object]], tuple[object, ...]]
+    values: tuple[object, ...]
     lines: tuple[object, ...]
-    results: tuple[tuple[Meta, int], ...]
+    results: tuple[tuple[tuple[Meta, int], tuple[Meta, int] | None], ...]
     left_over: tuple[int, ...]
     several: bool
 
@@ -72,133 +70,167 @@ def _replay(replay: Replay, device: SkyDevice, inputs: Sequence[int]) -> object:
     slots = recorder.take_free_slots(replay.places)
     if not slots:
         return None
-    recorder.emit(replay.commands(inputs, slots))
+    recorder.emit(replay.commands(inputs, slots, replay.values))
     recorder.emit_line(replay.lines)
     results = []
-    for meta, place in replay.results:
+    for (meta, place), base in replay.results:
+        root = None
+        if base is not None:
+            root = device.handle_type()
+            root.meta, root.root, root.slot = base[0], None, slots[base[1]]
         handle = device.handle_type()
-        handle.meta = meta
-        handle.root = None
-        handle.slot = slots[place]
+        handle.meta, handle.root, handle.slot = meta, root, slots[place]
         results.append(make_tensor(meta, handle))
     for place in replay.left_over:
         recorder.drop_slot(slots[place])
     return tuple(results) if replay.several else results[0]
 
 
-class _CallWatcher:
-    """Watches the operations that this thread records, while one call is run. One thread at a time can.
+class _Mark(NamedTuple):
+    """The place of a recorder before a call is run.
 
     Attributes:
-        begins: for each operation, where in the stream it begins.
-        usable: whether what was seen can be made a replay of.
+        batches, start, first_line: batches that were cut, items that are unsent, and lines of these.
+        values_read: how often values that are known here were read.
     """
 
-    _in_use = threading.Lock()
-
-    def __init__(self, device: SkyDevice) -> None:
-        self._recorder = device.recorder
-        self._thread = threading.get_ident()
-        self._before = vars(RemoteTensor)["__torch_dispatch__"]
-        self._dispatch = self._before.__func__
-        self.begins: list[int] = []
-        self.usable = False
-        self.batches = self._recorder.batches
-        self.start = self.end = self._recorder.unsent
-        self.first_line = self._recorder.unsent_lines
-
-    @shielded
-    def __enter__(self) -> _CallWatcher:
-        if _CallWatcher._in_use.acquire(blocking=False):
-            self.usable = True
-            RemoteTensor.__torch_dispatch__ = classmethod(self._watch)  # type: ignore[method-assign,assignment]
-        return self
-
-    @shielded
-    def __exit__(self, *unused: object) -> None:
-        if vars(RemoteTensor)["__torch_dispatch__"].__func__ == self._watch:
-            RemoteTensor.__torch_dispatch__ = self._before  # type: ignore[method-assign]
-            _CallWatcher._in_use.release()
-
-    def _watch(
-        self,
-        cls: object,
-        func: OpOverload,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        if threading.get_ident() != self._thread:
-            return self._dispatch(cls, func, types, args, kwargs)
-        info = info_of(func)
-        self.usable &= self._recorder.unsent == self.end and not info.writes and not info.synchronizes
-        self.begins.append(self.end)
-        result = self._dispatch(cls, func, types, args, kwargs)
-        self.end = self._recorder.unsent
-        return result
+    batches: int
+    start: int
+    first_line: int
+    values_read: int
 
 
-def _build_replay(device: SkyDevice, notes: _CallWatcher, inputs: Sequence[int], result: object) -> Replay:
+def _mark(device: SkyDevice) -> _Mark:
+    recorder = device.recorder
+    return _Mark(recorder.batches, recorder.unsent, recorder.unsent_lines, device.values_read)
+
+
+def _build_replay(device: SkyDevice, before: _Mark, inputs: Sequence[int], result: object) -> Replay:
     """Build the replay of what was just recorded.
+
+    What another thread may have recorded in between either reads what this call was not given, and there is no replay,
+    or makes tensors that nobody takes.
 
     Raises:
         _NotReplayableError: there is none.
     """
     recorder = device.recorder
-    stream, lines = recorder.recorded(notes.start, notes.end, notes.first_line)
-    whole = notes.usable and recorder.batches == notes.batches and recorder.unsent == notes.end
-    if not whole or len(lines) != 2 * len(notes.begins):
+    stream, lines = recorder.recorded(before.start, recorder.unsent, before.first_line)
+    if recorder.batches != before.batches or device.values_read != before.values_read:
         raise _NotReplayableError
-    structures = device.session.structures()
-    places: dict[int, int] = {}
-    sources = {slot: f"i[{number}]" for number, slot in enumerate(inputs)}
-    parts: list[str] = []
+    source = _Source(inputs)
+    structures = device.session.structures
     begins = commands.walk(stream, recorder.widths)
-    if begins != [begin - notes.start for begin in notes.begins]:
-        raise _NotReplayableError
+    count = 0
     for begin, end in pairwise([*begins, len(stream)]):
-        structure = structures.get(stream[begin])
-        if structure is None:
+        number = stream[begin]
+        if number in _DEFINITIONS:  # they were made, and hold from now on
+            continue
+        structure = structures.get(number)
+        if structure is None or len(structure) != 4 or not _only_computes(structure[0]):
             raise _NotReplayableError
         _, arguments, keywords, outputs = structure
         given = (*arguments, *(template for _, template in keywords), *outputs)
         templates, operands = list(filter(commands.takes_operand, given)), stream[begin + 1 : end]
         if len(templates) != len(operands):
             raise _NotReplayableError
-        parts.append(str(stream[begin]))
-        for template, operand in zip(templates, operands, strict=True):
-            parts.append(_operand(template, operand, sources, places))
+        source.parts.append(source.value(number))
+        source.parts.extend(map(source.operand, templates, operands))
+        count += 1
     results = result if isinstance(result, tuple) else (result,)
-    filled = []
-    for tensor in results:
-        handle = tensor._sky if type(tensor) is RemoteTensor else None
-        if handle is None or handle.root is not None or handle.slot not in places or not handle.meta.plain:
+    filled = [_place_of(tensor, source.places) for tensor in results]
+    kept = [place for pair in filled for _, place in filter(None, pair)]
+    if len(set(kept)) != len(kept) or len(lines) != 2 * count:
+        raise _NotReplayableError
+    left_over = tuple(place for place in source.places.values() if place not in kept)
+    return Replay(
+        len(source.places),
+        _compile(", ".join(source.parts)),
+        tuple(source.values),
+        tuple(lines),
+        tuple(filled),
+        left_over,
+        isinstance(result, tuple),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _only_computes(name: object) -> bool:
+    """Return whether what is called this on the wire is an op that gives the same for the same, and does no more."""
+    info = info_named(name) if isinstance(name, str) else None
+    return info is not None and not (info.changes or info.synchronizes or _DRAWS in info.func.tags)
+
+
+def _place_of(tensor: object, places: dict[int, int]) -> tuple[tuple[Meta, int], tuple[Meta, int] | None]:
+    """Return the look of a result and its place, and the same for what it is a view of.
+
+    Raises:
+        _NotReplayableError: it is more than that.
+    """
+    if type(tensor) is not RemoteTensor:
+        raise _NotReplayableError
+    handle = tensor._sky
+    root = handle.root
+    for each in (handle, root):
+        if each is None:
+            continue
+        meta = each.meta  # the slot of what is large is to be released at once
+        if each.slot not in places or not meta.plain or meta.large or getattr(each, "is_shared", False):
             raise _NotReplayableError
-        filled.append((handle.meta, places[handle.slot]))
-    kept = {place for _, place in filled}
-    if len(kept) != len(filled) or any(getattr(tensor._sky, "is_shared", False) for tensor in results):
+    if root is None:
+        return (handle.meta, places[handle.slot]), None
+    if root.copied or root.root is not None:
         raise _NotReplayableError
-    make = eval(f"lambda i, p: ({', '.join(parts)},)", {"inf": float("inf"), "nan": float("nan")})
-    left_over = tuple(place for place in places.values() if place not in kept)
-    return Replay(len(places), make, tuple(lines), tuple(filled), left_over, isinstance(result, tuple))
+    return (handle.meta, places[handle.slot]), (root.meta, places[root.slot])
 
 
-def _operand(template: object, operand: Any, sources: dict[int, str], places: dict[int, int]) -> str:
-    """The source text of an operand; a place for every slot that is filled."""
-    if template == commands.VALUE:
-        return repr(operand)
-    if template == commands.TENSORS:
-        return f"[{', '.join(_operand(commands.TENSOR, slot, sources, places) for slot in operand)}]"
-    if template == commands.TENSOR:
-        source = "0" if operand == 0 else sources.get(operand)
-        if source is None:
-            raise _NotReplayableError  # it reads a tensor that it was not given
-        return source
-    if template != commands.NEW or (operand in sources and operand not in places):
-        raise _NotReplayableError
-    place = places.setdefault(operand, len(places))
-    sources[operand] = f"p[{place}]"
-    return sources[operand]
+class _Source:
+    """The source text of what makes the commands: the same for calls that differ in shapes only.
+
+    Attributes:
+        parts: an expression for each item of the stream.
+        places: for each slot that is filled, its place.
+        values: what the text names `v`.
+    """
+
+    def __init__(self, inputs: Sequence[int]) -> None:
+        self.parts: list[str] = []
+        self.places: dict[int, int] = {}
+        self.values: list[object] = []
+        self._slots = {slot: f"i[{number}]" for number, slot in enumerate(inputs)}
+
+    def value(self, value: object) -> str:
+        """Return the text of what is no slot."""
+        self.values.append(value)
+        return f"v[{len(self.values) - 1}]"
+
+    def operand(self, template: object, operand: Any) -> str:
+        """Return the text of an operand; there is a place for every slot that is filled.
+
+        Raises:
+            _NotReplayableError: it reads a tensor that it was not given, or writes to one.
+        """
+        if template == commands.VALUE:
+            return self.value(operand)
+        if template == commands.TENSORS:
+            return f"[{', '.join([self.operand(commands.TENSOR, slot) for slot in operand])}]"
+        if template == commands.TENSOR:
+            text = "0" if operand == 0 else self._slots.get(operand)
+            if text is None:
+                raise _NotReplayableError
+            return text
+        if template != commands.NEW or (operand in self._slots and operand not in self.places):
+            raise _NotReplayableError
+        place = self.places.setdefault(operand, len(self.places))
+        self._slots[operand] = f"p[{place}]"
+        return self._slots[operand]
+
+
+@functools.lru_cache(maxsize=512)
+def _compile(parts: str) -> Callable[[Sequence[int], Sequence[int], Sequence[object]], tuple[object, ...]]:
+    make: Callable[[Sequence[int], Sequence[int], Sequence[object]], tuple[object, ...]]
+    make = eval(f"lambda i, p, v: ({parts},)", {})
+    return make
 
 
 class MemoizedCall:
@@ -222,9 +254,12 @@ class MemoizedCall:
                     if device is not None:
                         return run()
                     device = handle.device
-                key.append(handle.meta)
+                meta = handle.meta
+                if meta.known:
+                    return run()
+                key.append(meta)
                 slots.append(handle.slot)
-            elif type(a) in _CONSTANTS:
+            elif type(a) in CONSTANTS:
                 key.append((type(a), a))
             else:
                 return run()
@@ -242,19 +277,17 @@ class MemoizedCall:
 
 
 def _run_and_memoize(
-    place: object, runs: int, device: SkyDevice, slots: list[int], run: Callable[[], object]
+    place: object, attempts: int, device: SkyDevice, slots: list[int], run: Callable[[], object]
 ) -> object:
-    """Runs a call that has no replay, and tries to make one of it if it came often enough."""
+    """Runs a call that has no replay, and tries to make one of it."""
     replays = device.replays
     if len(replays) >= _MAX_REPLAYS:
         replays.clear()
-    replays[place] = runs + 1 if runs < _RUNS_BEFORE + _ATTEMPTS else None
-    if runs < _RUNS_BEFORE:
-        return run()
-    with _CallWatcher(device) as notes:
-        result = run()
+    replays[place] = attempts + 1 if attempts < _ATTEMPTS else None
+    before = _mark(device)
+    result = run()
     with contextlib.suppress(_NotReplayableError):  # the result is correct in any case
-        replays[place] = _build_replay(device, notes, slots, result)
+        replays[place] = _build_replay(device, before, slots, result)
     return result
 
 
@@ -282,6 +315,53 @@ def memoized_function(function: Callable[..., object]) -> Callable[..., object]:
     return call
 
 
+def memoized_choice(choose: Callable[..., Any], is_ours: Callable[[Any], bool], package: str) -> Callable[..., Any]:
+    """The same function that gives functions; those that `reader_of` can read, and `is_ours` is true of, memoized.
+
+    Args:
+        choose: gives a function whose first argument is a module, and the second a tensor.
+        is_ours: whether a function is nobody else's.
+        package: as in `reader_of`.
+    """
+    known: dict[object, Any] = {}
+
+    @functools.wraps(choose)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        chosen = choose(*args, **kwargs)
+        if torch.compiler.is_compiling() or not is_ours(chosen):
+            return chosen
+        found = known.get(chosen)
+        if found is None:
+            reader = reader_of(chosen, package)
+            found = known[chosen] = chosen if reader is None else _memoize(chosen, *reader)
+        return found
+
+    return get
+
+
+def _memoize(function: Callable[..., object], read: Reader, usual: tuple[object, ...]) -> Callable[..., object]:
+    """Return the same for a function of what `read` gives, as long as what is looked up by name is as usual."""
+    memoized = MemoizedCall()
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        if torch.compiler.is_compiling():  # checked first, so that nothing else in here is traced
+            return function(*args, **kwargs)
+        if torch.is_grad_enabled() or len(args) < 2 or type(args[1]) is not RemoteTensor:
+            return function(*args, **kwargs)
+        try:
+            values, looked_up = read(*args, **kwargs)
+        except (AttributeError, TypeError) as error:  # the function says it in its own words
+            if raised_by_handler(error):
+                raise
+            return function(*args, **kwargs)
+        if looked_up != usual:  # a program has replaced a function, to be called each time
+            return function(*args, **kwargs)
+        return memoized.call(lambda: function(*args, **kwargs), values, None)
+
+    return call
+
+
 def memoized_method(method: Callable[..., object]) -> Callable[..., object]:
     """The same for the `forward` of modules, which depend on their parameters, buffers, and attributes too."""
     memoized = MemoizedCall()
@@ -304,34 +384,4 @@ def memoized_method(method: Callable[..., object]) -> Callable[..., object]:
     return call
 
 
-def constants_used(module: torch.nn.Module) -> tuple[str, ...] | None:
-    """The attributes of a module that its `forward` may read, but for parameters and buffers.
-
-    Returns:
-        Their names, or None if one of them is not a constant.
-    """
-    found: dict[str, None] = {}
-    pending, seen = ["forward"], {"forward"}
-    while pending:
-        attribute = getattr(type(module), pending.pop(), None)
-        code = getattr(inspect.unwrap(attribute), "__code__", None) if callable(attribute) else None
-        for name in _names_in(code) - seen if code is not None else ():
-            seen.add(name)
-            if name in vars(module):
-                found[name] = None
-            elif isinstance(vars(type(module)).get(name), FunctionType):
-                pending.append(name)
-            elif type(getattr(type(module), name, None)) in (int, float, bool, str):
-                return None  # an attribute of the class, whose changes nobody reports
-    return tuple(found) if all(type(vars(module)[name]) in _CONSTANTS for name in found) else None
-
-
-def _names_in(code: CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names_in(constant)
-    return names
-
-
-__all__ = ["memoized_function", "memoized_method"]
+__all__ = ["memoized_choice", "memoized_function", "memoized_method"]

@@ -449,6 +449,17 @@ def _depends_on_values(func: OpOverload) -> bool:
     return any(_DYNAMIC.intersection(getattr(packet, name).tags) for name in packet.overloads())
 
 
+def info_named(name: str) -> OpInfo | None:
+    """Return the facts about the overload that is called this on the wire, `aten::add.Tensor`; None: there is none."""
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    try:
+        info = info_of(getattr(getattr(getattr(torch.ops, space), packet), overload or "default"))
+    except (AttributeError, RuntimeError):
+        return None
+    return info if info.name == name else None
+
+
 def info_of(func: OpOverload) -> OpInfo:
     """Return the facts about an overload, gathered once and kept on it: an attribute is twice as fast as a table."""
     try:

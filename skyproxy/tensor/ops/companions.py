@@ -16,13 +16,11 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
 from skyproxy.session.recorder import Recorder
-from skyproxy.tensor.dispatch.op_info import info_of
+from skyproxy.tensor.dispatch.op_info import info_named
 
 if TYPE_CHECKING:
     from skyproxy.session.session import Session
@@ -49,23 +47,16 @@ class _Outputs:
     def of(self, number: int, session: Session) -> int | None:
         """Return that number; None for a command that may change what others see."""
         if number not in self._counts:
-            for known, structure in session.structures().items():
-                if known not in self._counts:
-                    self._counts[known] = _count_outputs(structure)
+            self._counts[number] = _count_outputs(session.structures.get(number))
         return self._counts.get(number)
 
 
 def _count_outputs(structure: Any) -> int | None:
-    if len(structure) != 4 or type(structure[0]) is not str or structure[0] == commands.COMPILED:
+    if structure is None or len(structure) != 4 or type(structure[0]) is not str or structure[0] == commands.COMPILED:
         return None
     name, _, _, outputs = structure
-    space, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    try:
-        info = info_of(getattr(getattr(getattr(torch.ops, space), packet), overload or "default"))
-    except (AttributeError, RuntimeError):
-        return None
-    return None if info.changes or info.name != name else commands.operand_count(outputs)
+    info = info_named(name)
+    return None if info is None or info.changes else commands.operand_count(outputs)
 
 
 class Companions:

@@ -147,6 +147,7 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
     if tensor.numel() != 1:
         raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
     handle = tensor._sky
+    handle.device.values_read += 1
     known = known_values.value_of(handle)
     if known is not None:
         return known.item()

@@ -12,9 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import skyproxy
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.dispatch.hot_path import dispatch_remote
-from skyproxy.tensor.dispatch.memoized_calls import constants_used, memoized_function, memoized_method
+from skyproxy.tensor.dispatch.memoized_calls import _compile, memoized_function, memoized_method
 
 OFTEN = 8
 """Calls after which a function that has a recipe is not run any more."""
@@ -145,7 +143,54 @@ def test_two_threads_do_not_disturb_each_other(pair: tuple[torch.Tensor, ...]) -
     for thread in threads:
         thread.join()
     assert not wrong
-    assert vars(RemoteTensor)["__torch_dispatch__"].__func__ is dispatch_remote  # nobody watches any more
+
+
+def heads(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = torch.softmax(x @ y.t(), -1)
+    return (weights @ y).unsqueeze(1).transpose(0, 1), weights
+
+
+def test_a_result_may_be_a_view_of_what_the_function_made(pair: tuple[torch.Tensor, ...], sky: str) -> None:
+    counted = Counted(heads)
+    assert counted.settles(*pair)
+    recorder = DEVICES.at(0).recorder
+    torch.sky.synchronize()
+    before = recorder.live_slots
+    x, y = torch.randn(3, 8), torch.randn(3, 8)
+    with torch.no_grad():
+        view, weights = counted.by_recipe(x.to(sky), y.to(sky))
+        expected, _ = heads(x, y)
+        assert torch.equal(view.cpu(), expected)
+        assert view.stride() == expected.stride()
+        assert recorder.live_slots == before + 3  # and the product that it is a view of
+        view.add_(weights[0, 0])
+        row = view[0, 1]
+        del view
+        assert torch.equal(row.cpu(), expected[0, 1] + weights[0, 0].cpu())
+    del row, weights
+    assert recorder.live_slots == before
+
+
+def test_shapes_share_the_source_of_their_recipes(sky: str) -> None:
+    counted = Counted(lambda x, y: torch.cat((x * 2, y), -2).transpose(0, 1).reshape(-1))
+    before = _compile.cache_info().misses
+    with torch.no_grad():
+        for rows in range(2, 12):
+            x, y = torch.randn(rows, 3), torch.randn(rows + 1, 3)
+            for _ in range(3):
+                found = counted.by_recipe(x.to(sky), y.to(sky))
+                assert torch.equal(found.cpu(), torch.cat((x * 2, y)).t().reshape(-1))
+    assert _compile.cache_info().misses == before + 1
+
+
+def test_a_function_that_reads_a_value_is_run_also_where_the_value_is_known(sky: str) -> None:
+    counted = Counted(lambda x, n: x * 2 if n[0].item() > 3 else x * 3)
+    x = torch.ones(3).to(sky)
+    with torch.no_grad():
+        for number in range(2 * OFTEN):
+            n = torch.tensor([number]).to(sky)
+            assert counted.by_recipe(x, n).tolist() == [2.0 if number > 3 else 3.0] * 3
+    assert counted.runs == 2 * OFTEN
 
 
 def test_where_gradients_are_wanted_it_is_run(pair: tuple[torch.Tensor, ...]) -> None:
@@ -251,12 +296,9 @@ def test_an_interrupted_call_leaves_nothing_behind(sky: str) -> None:
     counted = Counted(function)
     x = torch.ones(3).to(sky)
     with torch.no_grad():
-        counted.by_recipe(x)
-        counted.by_recipe(x)
         interrupts[0] = True
         with pytest.raises(KeyboardInterrupt):
-            counted.by_recipe(x)  # the call that is noted
-    assert vars(RemoteTensor)["__torch_dispatch__"].__func__ is dispatch_remote
+            counted.by_recipe(x)  # the call that would have been noted
     interrupts[0] = False
     assert counted.settles(x)
     with torch.no_grad():
@@ -328,20 +370,3 @@ def test_two_modules_share_a_recipe_and_not_their_weights(sky: str) -> None:
         for _ in range(OFTEN):
             a, b = recorded(first, x) - 1, recorded(second, x) - 1
             torch.testing.assert_close(b.cpu(), a.cpu() * 2.5)
-
-
-def test_the_constants_of_a_forward_are_known() -> None:
-    assert constants_used(Scale(1e-6)) == ("eps",)
-
-    class Configured(Scale):
-        def _scaled(self, x: torch.Tensor) -> torch.Tensor:
-            return x * len(str(self.unused))
-
-    class OfTheClass(Scale):
-        factor = 2.0
-
-        def _scaled(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.factor
-
-    assert constants_used(Configured(1e-6)) is None
-    assert constants_used(OfTheClass(1e-6)) is None

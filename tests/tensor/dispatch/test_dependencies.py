@@ -1,0 +1,183 @@
+"""What code depends on is found in its bytecode, or it is said that this cannot be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from skyproxy.tensor.dispatch.dependencies import constants_used, reader_of
+
+PACKAGE = __name__.partition(".")[0]
+FACTOR = 2.0
+TABLE = [1.0]
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTOR
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.1,
+    **unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = torch.matmul(query, query.transpose(0, 1)) * scaling
+    if mask is not None:
+        weights = weights + mask[:, : len(query)]
+    weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return doubled(weights), weights
+
+
+class Module(nn.Module):
+    bias = 3
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_arguments_attributes_and_names_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = reader_of(attend, PACKAGE)
+    assert found is not None
+    read, usual = found
+    module, query, mask = Module().eval(), object(), object()
+    values, lookups = read(module, query, None, scaling=0.5, position_ids=object())
+    assert set(values) == {query, None, 0.5, 0.1, False}
+    functional = nn.functional
+    assert set(usual[:-1]) == {torch.matmul, torch.float32, functional.softmax, functional.dropout, doubled}
+    assert usual[-1] == (FACTOR,)  # what the function looks up that is called
+    assert lookups == usual
+    module.train()
+    assert set(read(module, query, mask, 0.5, dropout=0.25)[0]) == {query, mask, 0.5, 0.25, True}
+    for owner, name in ((functional, "softmax"), (torch, "matmul")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, doubled)
+            assert read(module, query, None, 0.5)[1] != usual
+            assert reader_of(attend, "elsewhere") is None  # `doubled` may do anything there
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert read(module, query, None, 0.5)[1] == (*usual[:-1], (3.0,))
+
+
+def test_wrong_arguments_are_refused_as_the_function_does() -> None:
+    found = reader_of(attend, PACKAGE)
+    assert found is not None
+    with pytest.raises(TypeError):
+        found[0](Module())
+    with pytest.raises(AttributeError):
+        found[0](object(), torch.ones(2), None, 1.0)
+
+
+def stores_on_the_module(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module.seen = x
+    return x * 2
+
+
+def calls_the_module(module: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = module.scale(x)
+    return found
+
+
+def passes_the_module_on(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * getattr(module, "bias", 1)
+
+
+def takes_whatever_is_named(module: Any, x: torch.Tensor, **named: Any) -> Any:
+    return x * named.get("factor", 1)
+
+
+def takes_whatever_is_given(module: Any, x: torch.Tensor, *more: Any) -> Any:
+    return x * len(more)
+
+
+def reads_a_table(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * TABLE[0]
+
+
+def writes_a_table(module: Any, x: torch.Tensor) -> torch.Tensor:
+    x[0] = 1
+    return x
+
+
+def prints(module: Any, x: torch.Tensor) -> torch.Tensor:
+    print(x)
+    return x
+
+
+def has_a_function_of_its_own(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return (lambda y: y * 2)(x)
+
+
+def calls_what_depends_on_more(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return reads_a_table(module, x)
+
+
+def imports(module: Any, x: torch.Tensor) -> Any:
+    import math
+
+    return x * math.pi
+
+
+def changes_a_name(module: Any, x: torch.Tensor) -> Any:
+    global FACTOR
+    FACTOR = 4.0
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        stores_on_the_module,
+        calls_the_module,
+        passes_the_module_on,
+        takes_whatever_is_named,
+        takes_whatever_is_given,
+        reads_a_table,
+        writes_a_table,
+        prints,
+        has_a_function_of_its_own,
+        calls_what_depends_on_more,
+        imports,
+        changes_a_name,
+        lambda: None,
+        torch.add,
+    ],
+)
+def test_what_the_bytecode_does_not_tell_has_no_reader(function: Callable[..., Any]) -> None:
+    assert reader_of(function, PACKAGE) is None
+
+
+class Scale(nn.Module):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.unused = object()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._scaled(x)
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.eps
+
+
+def test_the_constants_of_a_forward_are_known() -> None:
+    assert constants_used(Scale(1e-6)) == ("eps",)
+
+    class Configured(Scale):
+        def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * len(str(self.unused))
+
+    class OfTheClass(Scale):
+        factor = 2.0
+
+        def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    assert constants_used(Configured(1e-6)) is None
+    assert constants_used(OfTheClass(1e-6)) is None
