@@ -104,10 +104,10 @@ class StalledOperations:
             bytes_received: what has come on the operations connection in all.
         """
         state = (acked_sequence, bytes_received)
-        waits = is_idle and 0 < unacked_bytes <= _SMALL_BYTES and state == self._before
+        waits = is_idle and unacked_bytes > 0 and state == self._before
         self._before = state
         self._count = self._count + 1 if waits else 0
-        if self._count < _STALLED_ANSWERS:
+        if self._count < _STALLED_ANSWERS * (1 + unacked_bytes // _SMALL_BYTES):
             return False
         self._count = 0
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyproxy.session.liveness import Liveness, QuietConnection
+from skyproxy.session.liveness import Liveness, QuietConnection, StalledOperations
 
 
 def watch(until: float, *, since: float = 0.0, step: float = 1.0) -> tuple[Liveness, float]:
@@ -59,3 +59,15 @@ def test_an_answer_behind_much_that_was_sent_has_more_time() -> None:
     assert not any(quiet.look(now / 2, 2 << 20, 7, is_awaited=True)[0] for now in range(3, 70))
     assert quiet.look(40.0, 2 << 20, 7, is_awaited=True)[0] is False  # it was stopped itself
     assert any(quiet.look(40 + now / 2, 2 << 20, 7, is_awaited=True)[0] for now in range(20))
+
+
+def test_operations_that_an_idle_worker_does_not_execute_are_stalled_however_much_they_are() -> None:
+    """What is much may still be on its way, and has more time; it is not waited for without an end."""
+    for unacked_bytes, heartbeats in ((1, 4), (60_000, 4), (70_000, 7), (1 << 20, 52)):
+        stalled = StalledOperations()
+        answers = [stalled.is_stalled(True, 7, unacked_bytes, 100) for _ in range(heartbeats)]
+        assert answers == [*[False] * (heartbeats - 1), True]
+    stalled = StalledOperations()
+    assert not any(stalled.is_stalled(True, 7, 1, count) for count in range(99))  # something comes
+    assert not any(stalled.is_stalled(False, 7, 1, 99) for _ in range(99))  # it works
+    assert not any(stalled.is_stalled(True, 7, 0, 99) for _ in range(99))  # it has done all
