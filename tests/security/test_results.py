@@ -400,6 +400,7 @@ ALLOWED = {
     ("skyproxy/notebook/cells.py", "exec"),
     ("skyproxy/notebook/cells.py", "eval"),
     ("skyproxy/tensor/programs/compiled_call.py", "exec"),
+    ("skyproxy/tensor/dispatch/dependencies.py", "eval"),
     ("skyproxy/tensor/dispatch/memoized_calls.py", "eval"),
     ("skyproxy_server/signatures.py", "exec"),
 }

@@ -93,7 +93,7 @@ def test_a_session_is_described_by_its_counters(listener: Listener) -> None:
     with skyproxy.connect(f"ws://127.0.0.1:{listener.port}", token=CODE) as node:
         x = torch.ones(1000, device=node.device("cpu"))
         y = x.view(10, 100)
-        broken = torch.ones(2, device=node.device("cpu"))[torch.tensor([7]).to(node.device("cpu"))]
+        broken = torch.ones(2, device=node.device("cpu"))[torch.tensor([7]).to(node.device("cpu")) + 0]
         with pytest.raises(IndexError):
             broken.sum().item()
         # The last value is here before the worker is done with what came behind it.
@@ -115,7 +115,7 @@ def test_a_session_is_described_by_its_counters(listener: Listener) -> None:
 
 def test_an_error_that_is_raised_again_is_shown_once(listener: Listener) -> None:
     with skyproxy.connect(f"ws://127.0.0.1:{listener.port}", token=CODE) as node:
-        broken = torch.ones(2, device=node.device("cpu"))[torch.tensor([7]).to(node.device("cpu"))]
+        broken = torch.ones(2, device=node.device("cpu"))[torch.tensor([7]).to(node.device("cpu")) + 0]
         for _ in range(3):
             with pytest.raises(IndexError):
                 broken.sum().item()
