@@ -21,7 +21,7 @@ _KNOWN_BY_VALUE_ONLY = (
     "index out of",
     "out of bounds",
     "Expected all rows of lengths",
-    "is out of range",
+    "out of range",
 )
 """What only the values of a tensor of indices or lengths tell; the worker raises it."""
 
