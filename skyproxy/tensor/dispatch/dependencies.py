@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
-_LOOKED_UP = (*CONSTANTS, FunctionType, BuiltinFunctionType, type)
+_FUNCTIONAL = "torch.nn.functional"
 _PURE = frozenset({"bool", "float", "int", "isinstance", "len", "list", "max", "min", "range", "slice", "tuple", "zip"})
 """Functions of Python itself that do nothing but compute."""
 _EFFECTS = ("STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_", "IMPORT_", "LOAD_NAME")
@@ -210,12 +210,21 @@ def _note_lookup(uses: _Uses, package: str, path: str, found: object) -> object:
     """
     if isinstance(found, ModuleType):
         return found
-    if not isinstance(found, _LOOKED_UP):
-        raise _DependsOnMoreError(path)
-    if isinstance(found, FunctionType) and not (_is_of(found, package) or _is_of(found, "torch")):
-        raise _DependsOnMoreError(path)
+    if not isinstance(found, CONSTANTS):
+        only_computes = (
+            _is_of(found, package) or _is_of(found, _FUNCTIONAL) if isinstance(found, FunctionType) else _is_op(found)
+        )
+        if not only_computes:
+            raise _DependsOnMoreError(path)
     uses.lookups[path] = found
     return None
+
+
+def _is_op(found: object) -> bool:
+    """Return whether something is an operator of PyTorch, and none of its switches, such as those of modes."""
+    if not isinstance(found, BuiltinFunctionType):
+        return False
+    return f"{found.__module__}.".startswith("torch.") and hasattr(torch.ops.aten, found.__name__)
 
 
 __all__ = ["CONSTANTS", "Reader", "constants_used", "reader_of"]

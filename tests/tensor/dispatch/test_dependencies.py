@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +112,28 @@ def prints(module: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def draws_a_number(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * random.random()
+
+
+def asks_for_the_time(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * time.time()
+
+
+def makes_an_object(module: Any, x: torch.Tensor) -> Any:
+    return Scale(x)
+
+
+def seeds_the_generators(module: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return x
+
+
+def changes_a_mode(module: Any, x: torch.Tensor) -> torch.Tensor:
+    torch._C._set_grad_enabled(False)
+    return x
+
+
 def has_a_function_of_its_own(module: Any, x: torch.Tensor) -> torch.Tensor:
     return (lambda y: y * 2)(x)
 
@@ -141,6 +165,11 @@ def changes_a_name(module: Any, x: torch.Tensor) -> Any:
         reads_a_table,
         writes_a_table,
         prints,
+        draws_a_number,
+        asks_for_the_time,
+        makes_an_object,
+        seeds_the_generators,
+        changes_a_mode,
         has_a_function_of_its_own,
         calls_what_depends_on_more,
         imports,
