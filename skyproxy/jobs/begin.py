@@ -13,10 +13,13 @@ import sys
 from pathlib import Path
 
 from skyproxy.jobs.documents import Document, read_document
+from skyproxy.runtime.descendants import JOB_MARK_VARIABLE, leave_watcher
 from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo
 from skyproxy.runtime.project_code import unpack_files
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_AGENT_SECONDS = 10.0
+"""The time that the agent of torchrun has to end its processes once its worker is gone; others the kernel has ended."""
 
 
 def main(folder: Path, worker: int) -> int:
@@ -27,6 +30,7 @@ def main(folder: Path, worker: int) -> int:
         worker: the process that started this one, and that it ends with.
     """
     _end_with(worker)
+    leave_watcher(worker, JOB_MARK_VARIABLE, _AGENT_SECONDS)
     # The place of the worker is not that of the job.
     os.environ.pop(POOL_VARIABLE, None)
     document = read_document(folder / "payload")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from skyproxy.errors import ConfigurationError, JobFailedError, ProtocolError, SkyproxyError, visible
+from skyproxy.errors import (
+    ConfigurationError,
+    JobFailedError,
+    ProtocolError,
+    SessionLostError,
+    SkyproxyError,
+    UnknownJobError,
+    visible,
+)
 from skyproxy.jobs.link import WAIT_SECONDS, JobLink, OpenConnection, Row, result_bytes
 from skyproxy.jobs.output import JobLine, followed_lines, kept_lines
 from skyproxy.settings import SETTINGS
@@ -269,7 +278,14 @@ class Job:
             job.remove()
             ```
         """
-        self._on_each_node(lambda link: link.order("remove", {"name": self.name}))
+        self._on_each_node(self._remove)
+
+    def _remove(self, link: JobLink) -> None:
+        try:
+            link.order("remove", {"name": self.name})
+        except SessionLostError:
+            with contextlib.suppress(UnknownJobError):  # the worker has done it, and could not say so
+                link.ask("remove", name=self.name)
 
     def _on_each_node(self, ask: Callable[[JobLink], object]) -> None:
         """Ask all nodes, also where one refuses or cannot be reached; the first such error is raised in the end."""

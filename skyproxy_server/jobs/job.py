@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from skyproxy.runtime.descendants import end_marked
+from skyproxy.runtime.descendants import JOB_MARK_VARIABLE, end_marked
 from skyproxy.settings import Settings
 from skyproxy_server.jobs.logs import JobLog
 from skyproxy_server.jobs.records import CANCELLED, FAILED, LOST, PREEMPTED, RESTARTING, RUNNING, SUCCEEDED, JobRecord
 
 logger = logging.getLogger("skyproxy.server")
 
-MARK_VARIABLE = "SKYPROXY_JOB_MARK"
 PAYLOAD = "payload"
 RESULT = "result"
 _POLL_SECONDS = 0.1
@@ -113,7 +112,7 @@ class WorkerJob:
 
     def recover(self) -> bool:
         """Take up the record of a worker that is gone; return whether the job is to be started again."""
-        end_marked(self.record.mark, MARK_VARIABLE)
+        end_marked(self.record.mark, JOB_MARK_VARIABLE)
         with self._lock:
             record = self.record
             if record.has_ended:
@@ -208,7 +207,7 @@ class WorkerJob:
             finally:
                 _kill_group(process)
                 code = process.wait()
-                end_marked(self.record.mark, MARK_VARIABLE)  # what it has left running, wherever that has gone
+                end_marked(self.record.mark, JOB_MARK_VARIABLE)  # what it has left running, wherever that has gone
             self._drain(output)
         return code
 
@@ -220,7 +219,7 @@ class WorkerJob:
         environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         environment |= record.env
         environment |= {
-            MARK_VARIABLE: record.mark,
+            JOB_MARK_VARIABLE: record.mark,
             "SKYPROXY_JOB": record.name,
             "SKYPROXY_JOB_FOLDER": str(self.folder),
             "SKYPROXY_RESTART_COUNT": str(record.restarts + record.preemptions),

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from skyproxy.errors import ConfigurationError, LimitExceededError
+from skyproxy.runtime.descendants import JOB_MARK_VARIABLE
 from skyproxy.settings import Settings
 from skyproxy_server import audit
 from skyproxy_server.auth import Identity
 from skyproxy_server.jobs.incoming import IncomingJob
-from skyproxy_server.jobs.job import MARK_VARIABLE, WorkerJob
+from skyproxy_server.jobs.job import WorkerJob
 from skyproxy_server.jobs.records import CANCELLED, PREEMPTED, JobRecord, asked_record, load_record, owner_folder
 
 logger = logging.getLogger("skyproxy.server")
@@ -272,7 +273,7 @@ class Jobs:
             with self._lock:
                 jobs = [job for job in self._jobs.values() if job.is_running]
             pids = {job.process_id for job in jobs}
-            marks = {f"{MARK_VARIABLE}={job.record.mark}".encode() for job in jobs}
+            marks = {f"{JOB_MARK_VARIABLE}={job.record.mark}".encode() for job in jobs}
 
             def is_spared(pid: int) -> bool:
                 return pid in pids or not marks.isdisjoint(_environment(pid))

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skyproxy.errors import ConfigurationError, ConnectError, JobFailedError, ProtocolError, UnknownJobError
+from skyproxy.errors import (
+    ConfigurationError,
+    ConnectError,
+    JobFailedError,
+    ProtocolError,
+    SessionLostError,
+    UnknownJobError,
+)
 from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
 from skyproxy.jobs.link import JobLink, log_pieces, send_job
 from skyproxy.jobs.options import JobOptions
@@ -199,6 +207,33 @@ def test_a_node_that_is_gone_keeps_no_other_from_being_cancelled_and_removed(tmp
         with pytest.raises(ConnectError):
             job.remove()
         assert store.rows(None) == []
+
+
+@pytest.mark.parametrize("lost", ["question", "answer"])
+def test_a_job_is_removed_where_the_connection_breaks_meanwhile(
+    tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_connection() -> Transport:
+        transport = opener(worker)()
+        if not broken:
+            broken.append(transport)
+            if lost == "question":
+                transport.close()
+            else:
+                monkeypatch.setattr(transport, "recv", partial(lose_answer, transport.recv))
+        return transport
+
+    def lose_answer(receive: Any, timeout_seconds: float) -> Any:
+        receive(timeout_seconds)
+        raise SessionLostError("cut")
+
+    broken: list[Transport] = []
+    with worker_with_jobs(tmp_path / "jobs") as (worker, store):
+        start(opener(worker), payload_of(tmp_path, "")).wait(PATIENCE_SECONDS)
+        Job("mine", [open_connection]).remove()
+        assert store.rows(None) == []
+        with pytest.raises(UnknownJobError):
+            Job("mine", [opener(worker)]).remove()
 
 
 def test_why_a_job_did_not_begin_on_all_nodes_is_told_though_the_others_are_gone_by_then(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from skyproxy.runtime.descendants import JOB_MARK_VARIABLE
 from skyproxy_server.jobs.job import RESULT
 from skyproxy_server.jobs.records import CANCELLED, FAILED, SUCCEEDED
 from skyproxy_server.jobs.store import Jobs
@@ -163,22 +165,29 @@ def test_bytes_that_are_no_job_end_with_a_traceback(jobs: Jobs) -> None:
     assert "Traceback" in text_of(job)
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-def test_a_job_ends_with_its_worker(tmp_path: Path) -> None:
-    """The kernel ends it, also where the worker was killed."""
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+@pytest.mark.parametrize("own_session", [False, True])
+def test_a_job_ends_with_its_worker_and_so_does_what_it_has_started(tmp_path: Path, own_session: bool) -> None:
+    """The kernel ends it, also where the worker was killed; a process that it has left behind ends the others."""
     payload = tmp_path / "payload"
-    payload.write_bytes(payload_of(tmp_path, LONG))
+    text = "import subprocess, sys, os\n"
+    text += f"subprocess.Popen([sys.executable, '-c', {LONG!r}], start_new_session={own_session})\nos.wait()\n"
+    payload.write_bytes(payload_of(tmp_path, text))
     (tmp_path / "worker.py").write_text(
         "import subprocess, sys, os\n"
         "job = subprocess.Popen([sys.executable, '-m', 'skyproxy.jobs.begin', sys.argv[1], str(os.getpid())])\n"
         "job.wait()\n"
     )
-    worker = subprocess.Popen([sys.executable, str(tmp_path / "worker.py"), str(tmp_path)], stdout=subprocess.PIPE)
+    worker = subprocess.Popen(
+        [sys.executable, str(tmp_path / "worker.py"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, JOB_MARK_VARIABLE: secrets.token_hex(16)},
+    )
     assert worker.stdout is not None
     try:
         assert worker.stdout.readline() == b"begun\n"
         worker.kill()
-        assert worker.stdout.read() == b""  # the pipe ends when the job does
+        assert worker.stdout.read() == b""  # the pipe ends when all who have it do
     finally:
         worker.kill()
         worker.wait()
