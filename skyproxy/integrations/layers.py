@@ -13,7 +13,7 @@ from typing import Any
 
 from skyproxy import patching
 from skyproxy.patching import When
-from skyproxy.tensor.dispatch.memoized_calls import memoized_function, memoized_method
+from skyproxy.tensor.dispatch.memoized_calls import memoized
 
 _NORMS = frozenset({"RMSNorm", "RMSNormGated", "RMSNormZeroCentered"})
 _ROTARY = "rotary_pos_emb"
@@ -23,12 +23,20 @@ _WHY = "norms and rotary embeddings record their ops in one go where nothing is 
 _TEST = "tests/integrations/test_generate_ahead.py::test_norms_and_rotations_are_noted_whoever_was_imported_first"
 
 
+def _memoized_function(function: Any) -> Any:
+    return memoized(function, function.__module__.partition(".")[0], takes_module=False)
+
+
+def _memoized_method(method: Any) -> Any:
+    return memoized(method, method.__module__.partition(".")[0], takes_module=True)
+
+
 def _complete(name: str, layer: Any) -> Any:
     """The layer that transformers knows by this name, with its calls memoized if it is one of ours."""
     if name == _ROTARY and not isinstance(layer, type):
-        return memoized_function(layer)
+        return _memoized_function(layer)
     if name in _NORMS and "forward" in vars(layer):
-        patching.wrap(layer, "forward", memoized_method, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
+        patching.wrap(layer, "forward", _memoized_method, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
     return layer
 
 
@@ -66,7 +74,7 @@ def _complete_model(model: Any) -> None:
         if getattr(item, "__module__", None) != model.__name__:
             continue
         if name == _ROTARY_FUNCTION:
-            ours = memoized_function(item)
+            ours = _memoized_function(item)
             patching.replace(model, name, ours, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
         elif isinstance(item, type) and name.endswith("RMSNorm"):
             _complete("RMSNorm", item)

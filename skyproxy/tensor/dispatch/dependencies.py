@@ -11,21 +11,29 @@ import builtins
 import dis
 import inspect
 from collections.abc import Callable, Iterable
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
 _FUNCTIONAL = "torch.nn.functional"
 _PURE = frozenset({"bool", "float", "int", "isinstance", "len", "list", "max", "min", "range", "slice", "tuple", "zip"})
 """Functions of Python itself that do nothing but compute."""
 _EFFECTS = ("STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_", "IMPORT_", "LOAD_NAME")
+_FUNCTION_OF_METHOD = ".__func__"
+"""Ends the path of a method; an attribute of the module in its place has none, or another one."""
+_UNUSED = "__module"
 _INNER_FUNCTIONS = ("_DEREF", "_CLOSURE", "MAKE_FUNCTION", "YIELD", "RETURN_GENERATOR", "MAKE_CELL", "COPY_FREE_VARS")
 _REFUSED = (*_EFFECTS, *_INNER_FUNCTIONS)
 
 Reader = Callable[..., tuple[tuple[object, ...], tuple[object, ...]]]
-"""Takes the arguments of a call; gives those that it depends on, and what it looks up by name now."""
+"""Takes the arguments of a call; gives those that it depends on, and all else that it finds now."""
+_parts_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_OPERATORS = ("__add__", "__getitem__", "__matmul__", "__mul__", "__neg__", "__pow__", "__sub__", "__truediv__")
 
 
 class _DependsOnMoreError(Exception):
@@ -38,77 +46,77 @@ class _Uses(NamedTuple):
     Attributes:
         arguments: parameters, but for the module.
         attributes: names of attributes of the module.
-        lookups: dotted names outside of the function, and what is there now.
+        lookups: dotted names outside of the function, or of methods of the module, and what is there now.
+        of_tensors: names of attributes of all else.
     """
 
     arguments: dict[str, None]
     attributes: dict[str, None]
     lookups: dict[str, object]
+    of_tensors: dict[str, None]
 
 
-def reader_of(function: Callable[..., object], package: str) -> tuple[Reader, tuple[object, ...]] | None:
-    """Return what gives all that a call depends on, for a function whose first parameter is a module.
+def reader_of(
+    function: Callable[..., object], package: str, kind: type | None = None
+) -> tuple[Reader, tuple[object, ...]] | None:
+    """Return what gives all that a call depends on.
 
     Args:
-        function: of the module, it may read attributes only.
-        package: where the functions come from that are looked into, too, where the function calls them.
+        function: what it does is looked for in its bytecode.
+        package: where the functions and methods come from that are looked into, too, where the function calls them.
+        kind: the class of the module that is the first argument, of which attributes are read and methods called, and
+            nothing else; None: there is no such argument.
 
     Returns:
         A function of the same arguments, which raises what getting an attribute raises, and `TypeError` where these
-        are no arguments of the function; and what is looked up by name before a program replaces it. Or None if the
-        function depends on what its bytecode does not tell, such as functions that are neither PyTorch's nor the
-        package's.
+        are no arguments of the function; and what it finds, beside the arguments, before a program replaces it: the
+        same objects. Or None if the function depends on what its bytecode does not tell, such as functions that are
+        neither PyTorch's nor the package's, and properties.
     """
     if not isinstance(function, FunctionType) or not function.__code__.co_argcount:
         return None
-    module = function.__code__.co_varnames[0]
+    if kind is not None and not _has_plain_attributes(kind):
+        return None
+    search = _Search(package, kind)
     try:
-        uses = _uses_of(function, package, module)
-        called = _lookups_of_called(uses, package, {function})
+        uses = search.look_into(function, is_method=kind is not None)
     except _DependsOnMoreError:
         return None
-    values = [*uses.arguments, *(f"{module}.{name}" for name in uses.attributes)]
-    usual = tuple(uses.lookups.values())
-    read: Any = _evaluator(function, _parameters_of(function), f"{_tuple_of(values)}, {_tuple_of(uses.lookups)}")
+    if not all(_is_plain(kind, name) for name in search.attributes):
+        return None
+    module = function.__code__.co_varnames[0]
+    values = [*uses.arguments, *(f"{module}.{name}" for name in search.attributes)]
+    read: Any = _evaluator(function, _parameters_of(function), _tuple_of(values))
     read.__defaults__, read.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    if not called:
-        return read, usual
+    look_ups, functions = tuple(search.look_ups), tuple(search.functions)
+    parts_of_class = attrgetter(*_OPERATORS, *[name for name in search.of_tensors if hasattr(RemoteTensor, name)])
+
+    def found(first: object) -> tuple[object, ...]:
+        items = parts_of_class(RemoteTensor)
+        for each in functions:
+            items += _parts_of_function(each)
+        for look_up in look_ups:
+            items += look_up(first)
+        return items
 
     def read_all(*args: object, **kwargs: object) -> tuple[tuple[object, ...], tuple[object, ...]]:
-        values, found = read(*args, **kwargs)
-        return values, (*found, *[look_up() for look_up in called])
+        return read(*args, **kwargs), found(args[0])
 
-    return read_all, (*usual, *[look_up() for look_up in called])
-
-
-def constants_used(module: torch.nn.Module) -> tuple[str, ...] | None:
-    """The attributes of a module that its `forward` may read, but for parameters and buffers.
-
-    Returns:
-        Their names, or None if one of them is not a constant.
-    """
-    found: dict[str, None] = {}
-    pending, seen = ["forward"], {"forward"}
-    while pending:
-        attribute = getattr(type(module), pending.pop(), None)
-        code = getattr(inspect.unwrap(attribute), "__code__", None) if callable(attribute) else None
-        for name in _names_in(code) - seen if code is not None else ():
-            seen.add(name)
-            if name in vars(module):
-                found[name] = None
-            elif isinstance(vars(type(module)).get(name), FunctionType):
-                pending.append(name)
-            elif type(getattr(type(module), name, None)) in (int, float, bool, str):
-                return None  # an attribute of the class, whose changes nobody reports
-    return tuple(found) if all(type(vars(module)[name]) in CONSTANTS for name in found) else None
+    return read_all, (*parts_of_class(RemoteTensor), *search.usual)
 
 
-def _names_in(code: CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names_in(constant)
-    return names
+def _has_plain_attributes(kind: type) -> bool:
+    """Return whether attributes of a class's objects are got as those of modules are."""
+    own: Any = kind
+    return own.__getattribute__ is object.__getattribute__ and getattr(own, "__getattr__", None) in (
+        None,
+        torch.nn.Module.__getattr__,
+    )
+
+
+def _is_plain(kind: type | None, name: str) -> bool:
+    """Return whether nothing runs where this attribute is read."""
+    return not hasattr(type(inspect.getattr_static(kind, name, None)), "__get__")
 
 
 def _parameters_of(function: FunctionType) -> str:
@@ -131,21 +139,49 @@ def _evaluator(function: FunctionType, parameters: str, expressions: str) -> Cal
     return made
 
 
-def _lookups_of_called(uses: _Uses, package: str, seen: set[FunctionType]) -> list[Callable[[], tuple[object, ...]]]:
-    """Return what gives, for each called function of the package, what that one looks up by name.
+class _Search:
+    """A search in a function, and in the functions and methods of its package that it calls.
 
-    Raises:
-        _DependsOnMoreError: one depends on more.
+    Attributes:
+        attributes: of the module, that any of them reads.
+        of_tensors: names of other attributes that any of them reads.
+        functions: all of them.
+        look_ups: take the module, and give what each of them finds by name.
     """
-    readers = []
-    for item in uses.lookups.values():
-        if isinstance(item, FunctionType) and item not in seen and _is_of(item, package):
-            seen.add(item)
-            used = _uses_of(item, package)
-            if used.lookups:
-                readers.append(_evaluator(item, "", _tuple_of(used.lookups)))
-                readers.extend(_lookups_of_called(used, package, seen))
-    return readers
+
+    def __init__(self, package: str, kind: type | None) -> None:
+        self.attributes: dict[str, None] = {}
+        self.of_tensors: dict[str, None] = {}
+        self.functions: dict[FunctionType, None] = {}
+        self.look_ups: list[Callable[[object], tuple[object, ...]]] = []
+        self._package = package
+        self._kind = kind
+        self._found: list[object] = []
+
+    @property
+    def usual(self) -> tuple[object, ...]:
+        """The parts of all functions, and what they found by name."""
+        parts = [part for function in self.functions for part in _parts_of_function(function)]
+        return (*parts, *self._found)
+
+    def look_into(self, function: FunctionType, *, is_method: bool) -> _Uses:
+        """Return what a function uses, and take note of it.
+
+        Raises:
+            _DependsOnMoreError: it depends on more, or one does that it calls.
+        """
+        self.functions[function] = None
+        module = function.__code__.co_varnames[0] if is_method else None
+        uses = _uses_of(function, self._package, module, self._kind)
+        self.attributes.update(uses.attributes)
+        self.of_tensors.update(uses.of_tensors)
+        if uses.lookups:
+            self.look_ups.append(_evaluator(function, module or _UNUSED, _tuple_of(uses.lookups)))
+            self._found.extend(uses.lookups.values())
+        for path, item in uses.lookups.items():
+            if isinstance(item, FunctionType) and item not in self.functions and _is_of(item, self._package):
+                self.look_into(item, is_method=path.endswith(_FUNCTION_OF_METHOD))
+        return uses
 
 
 def _is_of(function: FunctionType, package: str) -> bool:
@@ -153,13 +189,14 @@ def _is_of(function: FunctionType, package: str) -> bool:
     return f"{function.__globals__.get('__name__', '')}.".startswith(f"{package}.")
 
 
-def _uses_of(function: FunctionType, package: str, module: str | None = None) -> _Uses:
+def _uses_of(function: FunctionType, package: str, module: str | None, kind: type | None) -> _Uses:
     """Return what the code of a function uses.
 
     Args:
         function: it is not run.
         package: whose functions it may call, beside those of PyTorch.
-        module: the parameter of which attributes are read, and nothing else.
+        module: the parameter of which attributes are read and methods called, and nothing else.
+        kind: its class.
 
     Raises:
         _DependsOnMoreError: the code does more than to compute, or uses the module otherwise.
@@ -167,29 +204,37 @@ def _uses_of(function: FunctionType, package: str, module: str | None = None) ->
     code = function.__code__
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     gathered = set(code.co_varnames[len(parameters) :][: bool(code.co_flags & 4) + bool(code.co_flags & 8)])
-    uses = _Uses({}, {}, {})
+    uses = _Uses({}, {}, {}, {})
     owner: object = None  # what the last instruction has loaded: the module's name, or a module of Python
     path = ""
+    is_called = is_function = False  # whether what is being loaded is to be called, and is found
     for instruction in dis.get_instructions(code):
         what, name = instruction.opname, instruction.argval
         if any(refused in what for refused in _REFUSED):
             raise _DependsOnMoreError(what)
         is_attribute = what in ("LOAD_ATTR", "LOAD_METHOD")
-        if owner is not None and not is_attribute:
+        if (owner is not None and not is_attribute) or (is_function and is_attribute):
             raise _DependsOnMoreError(path)
-        if is_attribute and owner is not None:
-            if owner is code:
-                if what == "LOAD_METHOD" or "NULL" in instruction.argrepr:
-                    raise _DependsOnMoreError(path)  # a method of the module
-                uses.attributes[name] = None
-                owner = None
+        # The root of a dotted name may say that what is found there is called.
+        is_called = _loads_call(instruction) or (is_attribute and is_called and owner not in (None, code))
+        is_function = False
+        if is_attribute and owner is code:
+            if is_called:
+                path = f"{module}.{name}{_FUNCTION_OF_METHOD}"
+                uses.lookups[path] = _method_of(kind, name, package)
             else:
-                path = f"{path}.{name}"
-                owner = _note_lookup(uses, package, path, getattr(owner, name, None))
-        elif what == "LOAD_GLOBAL":
-            path = name
-            if name in function.__globals__:
-                owner = _note_lookup(uses, package, path, function.__globals__[name])
+                uses.attributes[name] = None
+            owner = None
+        elif is_attribute and owner is None:
+            uses.of_tensors[name] = None
+        elif is_attribute or what == "LOAD_GLOBAL":
+            path = f"{path}.{name}" if is_attribute else name
+            if is_attribute or name in function.__globals__:
+                found = getattr(owner, name, None) if is_attribute else function.__globals__[name]
+                owner = _note_lookup(uses, package, path, found)
+                is_function = callable(uses.lookups.get(path))
+                if is_function and not is_called:
+                    raise _DependsOnMoreError(path)  # what becomes of it, such as reading an attribute of it?
             elif name not in _PURE or not hasattr(builtins, name):
                 raise _DependsOnMoreError(name)
         elif "LOAD_FAST" in what:
@@ -200,6 +245,24 @@ def _uses_of(function: FunctionType, package: str, module: str | None = None) ->
             uses.arguments.update((each, None) for each in loaded if each in parameters and each != module)
             owner, path = (code, str(module)) if loaded[-1:] == (module,) else (None, "")
     return uses
+
+
+def _loads_call(instruction: dis.Instruction) -> bool:
+    """Return whether what is loaded is called next."""
+    what = instruction.opname
+    return what == "LOAD_METHOD" or (what in ("LOAD_ATTR", "LOAD_GLOBAL") and "NULL" in instruction.argrepr)
+
+
+def _method_of(kind: type | None, name: str, package: str) -> FunctionType:
+    """Return a method of a class.
+
+    Raises:
+        _DependsOnMoreError: it is none of the package's.
+    """
+    found = inspect.getattr_static(kind, name, None)
+    if not isinstance(found, FunctionType) or not _is_of(found, package):
+        raise _DependsOnMoreError(name)
+    return found
 
 
 def _note_lookup(uses: _Uses, package: str, path: str, found: object) -> object:
@@ -227,4 +290,4 @@ def _is_op(found: object) -> bool:
     return f"{found.__module__}.".startswith("torch.") and hasattr(torch.ops.aten, found.__name__)
 
 
-__all__ = ["CONSTANTS", "Reader", "constants_used", "reader_of"]
+__all__ = ["CONSTANTS", "Reader", "reader_of"]

@@ -3,7 +3,7 @@
 A layer such as an RMS norm is a function of tensors alone: called with tensors that look the same, it records the same
 operations on other slots. `MemoizedCall` runs it the first times, notes what it recorded, and from then on fills other
 slots into that. The worker gets the very same operations; only the way through PyTorch's dispatcher for each of them is
-saved. It is for functions that are known to be such, see `skyproxy.integrations.layers`.
+saved. That it is such a function its bytecode tells, see `skyproxy.tensor.dispatch.dependencies`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,9 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_tensor
 from skyproxy.tensor.core.torch_private import (
     count_function_modes,
     has_modes_or_transforms,
+    is_forward_ad_active,
 )
-from skyproxy.tensor.dispatch.dependencies import CONSTANTS, Reader, constants_used, reader_of
+from skyproxy.tensor.dispatch.dependencies import CONSTANTS, Reader, reader_of
 from skyproxy.tensor.dispatch.op_info import info_named
 
 _MAX_REPLAYS = 4096
@@ -137,7 +139,7 @@ def _build_replay(device: SkyDevice, before: _Mark, inputs: Sequence[int], resul
         source.parts.append(source.value(number))
         source.parts.extend(map(source.operand, templates, operands))
         count += 1
-    results = result if isinstance(result, tuple) else (result,)
+    results = result if type(result) is tuple else (result,)
     filled = [_place_of(tensor, source.places) for tensor in results]
     kept = [place for pair in filled for _, place in filter(None, pair)]
     if len(set(kept)) != len(kept) or len(lines) != 2 * count:
@@ -150,7 +152,7 @@ def _build_replay(device: SkyDevice, before: _Mark, inputs: Sequence[int], resul
         tuple(lines),
         tuple(filled),
         left_over,
-        isinstance(result, tuple),
+        type(result) is tuple,
     )
 
 
@@ -260,7 +262,7 @@ class MemoizedCall:
                 key.append(meta)
                 slots.append(handle.slot)
             elif type(a) in CONSTANTS:
-                key.append((type(a), a))
+                key.append((type(a), a) if a else (type(a), str(a)))  # -0.0 is another zero
             else:
                 return run()
         if device is None or len(set(slots)) != len(slots) or type(device.recorder) is not Recorder or _is_watched():
@@ -292,31 +294,53 @@ def _run_and_memoize(
 
 
 def _is_watched() -> bool:
-    """Return whether somebody else looks at every operation, or changes it."""
-    return has_modes_or_transforms() or count_function_modes() > 0 or torch.is_autocast_enabled("sky")
+    """Return whether somebody else looks at every operation, changes it, or wants its tangents."""
+    if has_modes_or_transforms() or is_forward_ad_active():
+        return True
+    return count_function_modes() > 0 or torch.is_autocast_enabled("sky")
 
 
-def _applies(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    if torch.compiler.is_compiling():  # checked first, so that nothing else in here is traced
-        return False
-    return not kwargs and len(args) > 0 and type(args[0]) is RemoteTensor and not torch.is_grad_enabled()
+def memoized(function: Callable[..., Any], package: str, *, takes_module: bool) -> Callable[..., Any]:
+    """The same function; on remote tensors, where nothing is differentiated, its operations are noted once.
 
+    It is run each time where `reader_of` does not know what it depends on, and where a program has replaced any of it.
 
-def memoized_function(function: Callable[..., object]) -> Callable[..., object]:
-    """The same function; on remote tensors, where nothing is differentiated, its operations are noted once."""
-    memoized = MemoizedCall()
+    Args:
+        function: its first argument is a module, such as that of a method, and the second a tensor; or the first is.
+        package: as in `reader_of`.
+        takes_module: whether there is a module.
+    """
+    calls = MemoizedCall()
+    readers: dict[type | None, tuple[Reader, tuple[object, ...]] | None] = {}
+    first = 1 if takes_module else 0
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
-        if not _applies(args, kwargs):
+        if torch.compiler.is_compiling():  # checked first, so that nothing else in here is traced
             return function(*args, **kwargs)
-        return memoized.call(lambda: function(*args), args, None)
+        if torch.is_grad_enabled() or len(args) <= first or type(args[first]) is not RemoteTensor:
+            return function(*args, **kwargs)
+        kind = type(args[0]) if takes_module else None
+        if kind not in readers:
+            readers[kind] = reader_of(function, package, kind)
+        reader = readers[kind]
+        if reader is None:
+            return function(*args, **kwargs)
+        try:
+            values, found = reader[0](*args, **kwargs)
+        except (AttributeError, TypeError) as error:  # the function says it in its own words
+            if raised_by_handler(error):
+                raise
+            return function(*args, **kwargs)
+        if not all(map(is_, found, reader[1])):  # a program has replaced something, to be used each time
+            return function(*args, **kwargs)
+        return calls.call(lambda: function(*args, **kwargs), values, kind)
 
     return call
 
 
 def memoized_choice(choose: Callable[..., Any], is_ours: Callable[[Any], bool], package: str) -> Callable[..., Any]:
-    """The same function that gives functions; those that `reader_of` can read, and `is_ours` is true of, memoized.
+    """The same function that gives functions; those of which `is_ours` is true are memoized.
 
     Args:
         choose: gives a function whose first argument is a module, and the second a tensor.
@@ -332,56 +356,10 @@ def memoized_choice(choose: Callable[..., Any], is_ours: Callable[[Any], bool], 
             return chosen
         found = known.get(chosen)
         if found is None:
-            reader = reader_of(chosen, package)
-            found = known[chosen] = chosen if reader is None else _memoize(chosen, *reader)
+            found = known[chosen] = memoized(chosen, package, takes_module=True)
         return found
 
     return get
 
 
-def _memoize(function: Callable[..., object], read: Reader, usual: tuple[object, ...]) -> Callable[..., object]:
-    """Return the same for a function of what `read` gives, as long as what is looked up by name is as usual."""
-    memoized = MemoizedCall()
-
-    @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
-        if torch.compiler.is_compiling():  # checked first, so that nothing else in here is traced
-            return function(*args, **kwargs)
-        if torch.is_grad_enabled() or len(args) < 2 or type(args[1]) is not RemoteTensor:
-            return function(*args, **kwargs)
-        try:
-            values, looked_up = read(*args, **kwargs)
-        except (AttributeError, TypeError) as error:  # the function says it in its own words
-            if raised_by_handler(error):
-                raise
-            return function(*args, **kwargs)
-        if looked_up != usual:  # a program has replaced a function, to be called each time
-            return function(*args, **kwargs)
-        return memoized.call(lambda: function(*args, **kwargs), values, None)
-
-    return call
-
-
-def memoized_method(method: Callable[..., object]) -> Callable[..., object]:
-    """The same for the `forward` of modules, which depend on their parameters, buffers, and attributes too."""
-    memoized = MemoizedCall()
-    names: dict[type, tuple[str, ...] | None] = {}
-
-    @functools.wraps(method)
-    def call(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
-        if not _applies(args, kwargs) or self._modules:
-            return method(self, *args, **kwargs)
-        kind = type(self)
-        if kind not in names:
-            names[kind] = constants_used(self)
-        used = names[kind]
-        if used is None:
-            return method(self, *args)
-        own = vars(self)
-        values = (*args, *own["_parameters"].values(), *own["_buffers"].values(), *[own.get(name) for name in used])
-        return memoized.call(lambda: method(self, *args), values, kind)
-
-    return call
-
-
-__all__ = ["memoized_choice", "memoized_function", "memoized_method"]
+__all__ = ["memoized", "memoized_choice"]

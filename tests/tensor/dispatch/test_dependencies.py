@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from skyproxy.tensor.dispatch.dependencies import constants_used, reader_of
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch.dependencies import Reader, reader_of
 
 PACKAGE = __name__.partition(".")[0]
 FACTOR = 2.0
@@ -40,40 +41,62 @@ def attend(
 
 class Module(nn.Module):
     bias = 3
+    function = staticmethod(doubled)
+
+    @property
+    def counted(self) -> int:
+        self.count = getattr(self, "count", 0) + 1
+        return self.count
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
-def test_arguments_attributes_and_names_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = reader_of(attend, PACKAGE)
+def reader(function: Callable[..., Any], kind: type = Module) -> tuple[Reader, tuple[object, ...]]:
+    found = reader_of(function, PACKAGE, kind)
     assert found is not None
-    read, usual = found
+    return found
+
+
+def test_arguments_attributes_and_names_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, usual = reader(attend)
     module, query, mask = Module().eval(), object(), object()
-    values, lookups = read(module, query, None, scaling=0.5, position_ids=object())
+    values, found = read(module, query, None, scaling=0.5, position_ids=object())
     assert set(values) == {query, None, 0.5, 0.1, False}
     functional = nn.functional
-    assert set(usual[:-1]) == {torch.matmul, torch.float32, functional.softmax, functional.dropout, doubled}
-    assert usual[-1] == (FACTOR,)  # what the function looks up that is called
-    assert lookups == usual
+    assert {torch.matmul, torch.float32, functional.softmax, functional.dropout, doubled, FACTOR} <= set(usual)
+    assert found == usual
     module.train()
     assert set(read(module, query, mask, 0.5, dropout=0.25)[0]) == {query, mask, 0.5, 0.25, True}
-    for owner, name in ((functional, "softmax"), (torch, "matmul")):
+    for owner, name in ((functional, "softmax"), (torch, "matmul"), (RemoteTensor, "transpose"), (torch.Tensor, "to")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, doubled)
-            assert read(module, query, None, 0.5)[1] != usual
-            assert reader_of(attend, "elsewhere") is None  # `doubled` may do anything there
+            assert read(module, query, None, 0.5)[1] != usual, name
+            assert reader_of(attend, "elsewhere", Module) is None  # `doubled` may do anything there
+    for function in (attend, doubled):
+        for name, part in (("__code__", prints.__code__), ("__defaults__", (0.5,)), ("__kwdefaults__", {"x": 1})):
+            with monkeypatch.context() as patched:
+                patched.setattr(function, name, part)
+                assert read(module, query, None, 0.5)[1] != usual, name
+    assert read(module, query, None, 0.5)[1] == usual
     monkeypatch.setitem(globals(), "FACTOR", 3.0)
-    assert read(module, query, None, 0.5)[1] == (*usual[:-1], (3.0,))
+    assert read(module, query, None, 0.5)[1] != usual
 
 
 def test_wrong_arguments_are_refused_as_the_function_does() -> None:
-    found = reader_of(attend, PACKAGE)
-    assert found is not None
+    read, _ = reader(attend)
     with pytest.raises(TypeError):
-        found[0](Module())
+        read(Module())
     with pytest.raises(AttributeError):
-        found[0](object(), torch.ones(2), None, 1.0)
+        read(object(), torch.ones(2), None, 1.0)
+
+
+def test_a_function_without_a_module_depends_on_its_arguments_and_names() -> None:
+    found = reader_of(doubled, PACKAGE)
+    assert found is not None
+    x = object()
+    assert found[0](x)[0] == (x,)
+    assert FACTOR in found[1]
 
 
 def stores_on_the_module(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -81,9 +104,22 @@ def stores_on_the_module(module: Any, x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def calls_the_module(module: Any, x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = module.scale(x)
+def calls_a_function_of_the_module(module: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = module.function(x)
     return found
+
+
+def reads_an_attribute_of_a_function(module: Any, x: torch.Tensor) -> Any:
+    return x * doubled.factor  # type: ignore[attr-defined]
+
+
+def keeps_a_function_for_later(module: Any, x: torch.Tensor) -> Any:
+    later: Any = doubled
+    return x * later.factor
+
+
+def reads_a_property(module: Any, x: torch.Tensor) -> Any:
+    return x * module.counted
 
 
 def passes_the_module_on(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +194,10 @@ def changes_a_name(module: Any, x: torch.Tensor) -> Any:
     "function",
     [
         stores_on_the_module,
-        calls_the_module,
+        calls_a_function_of_the_module,
+        reads_an_attribute_of_a_function,
+        keeps_a_function_for_later,
+        reads_a_property,
         passes_the_module_on,
         takes_whatever_is_named,
         takes_whatever_is_given,
@@ -179,7 +218,7 @@ def changes_a_name(module: Any, x: torch.Tensor) -> Any:
     ],
 )
 def test_what_the_bytecode_does_not_tell_has_no_reader(function: Callable[..., Any]) -> None:
-    assert reader_of(function, PACKAGE) is None
+    assert reader_of(function, PACKAGE, Module) is None
 
 
 class Scale(nn.Module):
@@ -195,18 +234,43 @@ class Scale(nn.Module):
         return x * self.eps
 
 
-def test_the_constants_of_a_forward_are_known() -> None:
-    assert constants_used(Scale(1e-6)) == ("eps",)
+def test_methods_of_the_module_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, usual = reader(Scale.forward, Scale)
+    module, x = Scale(1e-6), object()
+    assert read(module, x) == ((x, 1e-6), usual)
 
-    class Configured(Scale):
-        def _scaled(self, x: torch.Tensor) -> torch.Tensor:
-            return x * len(str(self.unused))
+    class Further(Scale):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.eps
 
-    class OfTheClass(Scale):
-        factor = 2.0
+    read, usual = reader(Scale.forward, Further)  # as the method is called by that of the other class
+    assert read(Further(0.5), x) == ((x, 0.5), usual)
 
-        def _scaled(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.factor
+    def other(self: Scale, x: torch.Tensor) -> torch.Tensor:
+        return x
 
-    assert constants_used(Configured(1e-6)) is None
-    assert constants_used(OfTheClass(1e-6)) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(Scale, "_scaled", other)
+        assert read(Further(0.5), x)[1] != usual
+    module._scaled = doubled  # type: ignore[method-assign]
+    with pytest.raises(AttributeError):
+        read(module, x)
+
+
+def test_attributes_that_code_gives_have_no_reader() -> None:
+    class Computed(Scale):
+        @property
+        def eps(self) -> float:
+            return 1.0
+
+        @eps.setter
+        def eps(self, value: float) -> None: ...
+
+    class Intercepted(Scale):
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name)
+
+    class Foreign(Scale):
+        _scaled = torch.relu  # type: ignore[assignment]
+
+    assert all(reader_of(Scale.forward, PACKAGE, kind) is None for kind in (Computed, Intercepted, Foreign))

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import skyproxy
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy.tensor.dispatch.memoized_calls import _compile, memoized_function, memoized_method
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.dispatch.memoized_calls import MemoizedCall, _compile, memoized
 
 OFTEN = 8
 """Calls after which a function that has a recipe is not run any more."""
@@ -24,7 +26,12 @@ class Counted:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.runs = 0
         self._function = function
-        self.by_recipe = memoized_function(self)
+        self._calls = MemoizedCall()
+
+    def by_recipe(self, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            return self(*args)
+        return self._calls.call(lambda: self(*args), args, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.runs += 1
@@ -322,18 +329,30 @@ class Scale(torch.nn.Module):
         self.unused = object()
         self.weight = torch.nn.Parameter(torch.full((8,), 2.0))
         self.register_buffer("shift", torch.ones(8))
-        self.runs = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        RUNS[0] += 1
         return self._scaled(x) + self.shift
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-RUNS = [0]
-recorded = memoized_method(Scale.forward)
+recorded = memoized(Scale.forward, __name__.partition(".")[0], takes_module=True)
+
+
+def is_noted(call: Callable[[], object]) -> bool:
+    """Whether a call asks PyTorch for no multiplication."""
+    seen: list[object] = []
+    plain = vars(RemoteTensor)["__torch_dispatch__"].__func__
+
+    def watched(cls: type, func: Any, *args: Any) -> Any:
+        seen.append(func)
+        return plain(cls, func, *args)
+
+    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        patched.setattr(RemoteTensor, "__torch_dispatch__", classmethod(watched))
+        call()
+    return torch.ops.aten.mul.Tensor not in seen
 
 
 def test_a_module_follows_its_parameters_and_attributes(sky: str) -> None:
@@ -346,10 +365,7 @@ def test_a_module_follows_its_parameters_and_attributes(sky: str) -> None:
                 assert torch.equal(recorded(module, x.to(sky)).cpu(), twin.forward(x))
 
     check()
-    runs = RUNS[0]
-    with torch.no_grad():
-        recorded(module, x.to(sky))
-    assert RUNS[0] == runs
+    assert is_noted(lambda: recorded(module, x.to(sky)))
     for change in (
         lambda m: setattr(m, "eps", 0.5),
         lambda m: setattr(m, "weight", torch.nn.Parameter(torch.full((8,), 3.0, device=m.shift.device))),
@@ -360,6 +376,62 @@ def test_a_module_follows_its_parameters_and_attributes(sky: str) -> None:
         change(twin)
         x = x.to(twin.weight.dtype)
         check()
+
+
+class Doubled(Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = recorded(self, x)
+        return found * 2
+
+
+def test_a_class_that_calls_the_method_has_constants_of_its_own(sky: str) -> None:
+    first, second = Doubled(1e-6), Doubled(0.5)
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        for _ in range(OFTEN):
+            for module in (first, second):
+                expected = module.to("cpu")(x)
+                assert torch.equal(module.to(sky)(x.to(sky)).cpu(), expected)
+
+
+def test_what_a_program_replaces_meanwhile_is_used(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Scale(1e-6).to(sky), torch.randn(2, 8).to(sky)
+    with torch.no_grad():
+        for _ in range(OFTEN):
+            plain = recorded(module, x)
+        assert is_noted(lambda: recorded(module, x))
+        rsqrt, power = torch.rsqrt, torch.Tensor.pow
+        for owner, name, new in (
+            (torch, "rsqrt", lambda v: rsqrt(v) * 3),
+            (torch.Tensor, "pow", lambda v, n: power(v, n) * 4),
+            (Scale, "_scaled", lambda self, v: v),
+            (module, "_scaled", lambda v: v),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, new)
+                assert torch.equal(recorded(module, x), Scale.forward(module, x))
+                assert not torch.equal(recorded(module, x), plain)
+        assert torch.equal(recorded(module, x), plain)
+
+
+def test_tangents_are_not_lost(sky: str) -> None:
+    module, x = Scale(1e-6).to(sky), torch.randn(2, 8).to(sky)
+    with torch.no_grad():
+        for _ in range(OFTEN):
+            recorded(module, x)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            found, expected = (forward_ad.unpack_dual(f(module, dual)).tangent for f in (recorded, Scale.forward))
+    assert torch.equal(found, expected)
+
+
+def test_each_zero_has_a_recipe_of_its_own(sky: str) -> None:
+    counted = Counted(lambda x, zero: x * zero)
+    x = torch.ones(2).to(sky)
+    with torch.no_grad():
+        for zero in (0.0, -0.0):
+            for _ in range(OFTEN):
+                assert torch.equal(counted.by_recipe(x, zero).cpu().signbit(), (torch.ones(2) * zero).signbit())
 
 
 def test_two_modules_share_a_recipe_and_not_their_weights(sky: str) -> None:

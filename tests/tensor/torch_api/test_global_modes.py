@@ -17,7 +17,7 @@ from torch.utils import deterministic
 
 import skyproxy
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy.tensor.dispatch.memoized_calls import memoized_function
+from skyproxy.tensor.dispatch.memoized_calls import memoized
 from skyproxy.torch_modes import MODES, put_in_force, record_of, values_in_force
 
 EXPRESSIONS: dict[str, Callable[[str], torch.Tensor]] = {
@@ -456,8 +456,12 @@ def test_a_worker_that_comes_later_has_it(sky: str) -> None:
         node.close()
 
 
+def a_third_and_one(x: torch.Tensor) -> torch.Tensor:
+    return x / 3 + 1
+
+
 def test_a_noted_function_has_recipes_for_each(sky: str) -> None:
-    function = memoized_function(lambda x: x / 3 + 1)
+    function = memoized(a_third_and_one, __name__.partition(".")[0], takes_module=False)
     numbers = torch.arange(4).to(sky)
     with torch.no_grad():
         for dtype in DTYPES:
