@@ -53,6 +53,7 @@ def activate() -> None:
             cross_entropy,
             cuda_like_names,
             current_device,
+            distributions,
             dynamo,
             global_modes,
             graph_capture,
@@ -93,6 +94,7 @@ def activate() -> None:
         modules.install()
         cross_entropy.install()
         interpolation.install()
+        distributions.install()
         state_dicts.install()
         generators.install()
         autocast.install()

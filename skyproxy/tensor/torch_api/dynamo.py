@@ -24,7 +24,7 @@ from skyproxy.tensor.core.generators import KeptRandomState
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor
 from skyproxy.tensor.dispatch import memoized_calls
 from skyproxy.tensor.programs import compiler
-from skyproxy.tensor.torch_api import sky_module
+from skyproxy.tensor.torch_api import distributions, sky_module
 
 _TESTS = "tests/tensor/programs/test_compile.py"
 
@@ -82,16 +82,16 @@ def _leave_out_own_frames() -> None:
     rules = importlib.import_module("torch._dynamo.trace_rules")
     before = len(rules.SKIP_DIRS)
     rules.add("skyproxy")
-    # Except for what we wrap around the user's functions: Dynamo is to trace through that.
-    inlined = Path(memoized_calls.__file__).as_posix()
-    rules.get_mod_inlinelist().add(inlined)
+    # Except for what we wrap around functions of the user and of PyTorch: Dynamo is to trace through that.
+    inlined = {Path(str(module.__file__)).as_posix() for module in (memoized_calls, distributions)}
+    rules.get_mod_inlinelist().update(inlined)
 
     def undo() -> None:
         for name in rules.SKIP_DIRS[before:]:
             if Path(name).name.startswith("skyproxy"):
                 rules.SKIP_DIRS.remove(name)
         rules._recompile_re()
-        rules.get_mod_inlinelist().discard(inlined)
+        rules.get_mod_inlinelist().difference_update(inlined)
 
     why = "Dynamo would trace our own code, and looks through what is put around functions of the user"
     test = "tests/tensor/torch_api/test_dynamo.py::test_our_own_frames_are_not_compiled"
@@ -100,7 +100,7 @@ def _leave_out_own_frames() -> None:
     def clearing(clear: Callable[[], None]) -> Callable[[], None]:
         def clear_but_for_ours() -> None:
             clear()
-            rules.get_mod_inlinelist().add(inlined)
+            rules.get_mod_inlinelist().update(inlined)
 
         return clear_but_for_ours
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from skyproxy.session import recorder
 from skyproxy.tensor.core import remote_tensor
 from skyproxy.tensor.dispatch import hot_path, memoized_calls
+from skyproxy.tensor.torch_api import distributions
 
 
 @pytest.mark.parametrize("module", [hot_path, remote_tensor, recorder])
@@ -23,12 +24,21 @@ def test_our_own_frames_are_not_compiled(module: ModuleType, sky: str) -> None:
     assert trace_rules.check_file(str(module.__file__)).skipped
 
 
-def test_what_is_put_around_functions_of_the_user_is_looked_through(sky: str) -> None:
+@pytest.mark.parametrize("module", [memoized_calls, distributions])
+def test_what_is_put_around_functions_is_looked_through(module: ModuleType, sky: str) -> None:
     from torch._dynamo import trace_rules
 
-    assert not trace_rules.check_file(str(memoized_calls.__file__), is_inlined_call=True).skipped
+    assert not trace_rules.check_file(str(module.__file__), is_inlined_call=True).skipped
     trace_rules.clear_lru_cache()  # as `init_process_group` does
-    assert not trace_rules.check_file(str(memoized_calls.__file__), is_inlined_call=True).skipped
+    assert not trace_rules.check_file(str(module.__file__), is_inlined_call=True).skipped
+
+
+def test_a_distribution_is_part_of_a_graph(sky: str) -> None:
+    def density(x: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(x, x.exp()).log_prob(x + 1)
+
+    x = torch.linspace(-1, 1, 4, device=sky)
+    assert torch.equal(torch.compile(density, backend="eager", fullgraph=True)(x), density(x))
 
 
 def test_a_checkpoint_draws_again_what_it_drew(sky: str) -> None:
