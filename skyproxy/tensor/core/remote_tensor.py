@@ -96,8 +96,8 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
         if meta.negative:
             set_negative(tensor, True)
     else:
-        # Compressed layouts abort the process unless the class also answers for the layout itself; and gradients of
-        # what is dense to PyTorch are copied into an empty one of its layout, which those have not: so none is dense.
+        # Compressed layouts abort the process unless the class also answers for the layout itself, and refuses to tell
+        # strides, as PyTorch's do: what `torch.func` wraps takes them along, and has no layout (`ops.sparse_tensors`).
         compressed = meta.layout is not torch.sparse_coo
         tensor = _make_wrapper(
             RemoteTensor,
@@ -107,6 +107,7 @@ def make_tensor(meta: Meta, handle: Handle) -> RemoteTensor:
             layout=meta.layout,
             device=device,
             dispatch_layout=compressed,
+            dispatch_sizes_strides_policy="strides" if compressed else None,
         )
     # Not `tensor._sky = handle`: that would give the tensor a dict with room for thirty attributes.
     tensor._sky_dict = {"_sky": handle}

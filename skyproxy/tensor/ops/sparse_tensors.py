@@ -96,4 +96,18 @@ def _count_dimensions(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwa
     return known[info.name]
 
 
+@implements("aten::sym_stride", "aten::stride", "aten::is_contiguous", "aten::is_contiguous.memory_format")
+def _refuse_strides(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+    """What PyTorch's C++ asks about compressed tensors only: the class answers for them (`make_tensor`)."""
+    asked = "strides" if "stride" in info.name else "is_contiguous"
+    layout = str(args[0].layout).removeprefix("torch.sparse_").upper()
+    raise RuntimeError(f"Sparse {layout} tensors do not have {asked}")
+
+
+@implements("aten::is_non_overlapping_and_dense", "aten::is_strides_like_format")
+def _is_dense(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+    """No: gradients of what is dense to PyTorch are copied into an empty one of its layout, which those have not."""
+    return False
+
+
 __all__: list[str] = []

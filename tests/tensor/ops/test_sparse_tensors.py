@@ -155,3 +155,32 @@ def test_making_a_compressed_tensor_runs_no_fake_kernel(sky: str, monkeypatch: p
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert torch.equal(x.to_sparse_csr().values().cpu(), torch.ones(3))
+
+
+def _transforms_beside_compressed(name: str, device: str) -> list[object]:
+    """What function transforms say that meet or make a compressed tensor, which PyTorch refuses."""
+    dense = torch.tensor([[0.0, 1, 0, 2], [0, 0, 3, 0], [0, 0, 0, 0], [4, 0, 0, 5]]).to(device)
+    sparse = LAYOUTS[name](dense)
+    attempts = (
+        lambda: torch.func.vjp(lambda x: x * 2, sparse),
+        lambda: torch.func.vjp(LAYOUTS[name], dense),
+        lambda: torch.func.grad(lambda w: (sparse @ w).sum())(dense),
+        lambda: torch.func.jvp(lambda x: x * 2, (sparse,), (sparse,)),
+        lambda: sparse.stride(),
+        lambda: sparse.is_contiguous(),
+        lambda: sparse.is_contiguous(memory_format=torch.channels_last),
+    )
+    said: list[object] = []
+    for attempt in attempts:
+        try:
+            said.append(str(attempt()))
+        except (RuntimeError, NotImplementedError) as error:
+            said.append((type(error).__name__, str(error)))
+    return said
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "coo"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_compressed_tensors_have_no_strides_so_transforms_refuse_them(name: str, sky1: str) -> None:
+    """PyTorch's C++ wraps them with their strides, and ended the process where it asked the wrapper for its layout."""
+    assert _transforms_beside_compressed(name, sky1) == _transforms_beside_compressed(name, "cpu")
