@@ -100,8 +100,8 @@ class NodeSaves(NodeModels, NodeNames):
         store = open_store(location)  # what is wrong with it should be known first
         session, opener, key = self._session, self._require_opener(), secrets.token_hex(16)
         folder = SnapshotFolder(store, secrets.token_hex(16))
-        session.call("save_snapshot", key, slots, names)
         try:
+            session.call("save_snapshot", key, slots, names)
             copy_beside(session, opener, lambda worker: write_to_folder(worker.open(key), folder, names))
         except OSError as error:
             if raised_by_handler(error) or isinstance(error, SkyproxyError):
@@ -140,10 +140,8 @@ class NodeSaves(NodeModels, NodeNames):
 
     def _delete_snapshot(self, key: str) -> None:
         """Delete from the worker's volume what was there on its way only, as far as that can be done."""
-        from skyproxy.session.snapshot_copies import copy_beside
-
         with contextlib.suppress(SkyproxyError):
-            copy_beside(self._session, self._require_opener(), lambda worker: worker.delete(key))
+            self._session.call("delete_snapshot", key)
 
     def _take(
         self, names: tuple[dict[str, SavedValue], torch_modes.Record], answer: dict[str, Any], trust: bool

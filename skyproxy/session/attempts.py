@@ -25,10 +25,11 @@ def attempt(session: Session, act: Callable[[], _Result]) -> _Result:
         act: opens a connection, and may be called any number of times.
 
     Raises:
-        ConnectError, SessionLostError: the session is over, would end with such a connection, or has tried for as long
-            as it does with its own.
+        ConnectError, SessionLostError: the session is over, would end with such a connection, has tried for as long as
+            it does with its own, or the worker has no room for this connection.
     """
     until, pause = time.monotonic() + session.settings.reconnect_seconds, _FIRST_PAUSE_SECONDS
+    was_there = False
     while True:
         try:
             return act()
@@ -36,7 +37,10 @@ def attempt(session: Session, act: Callable[[], _Result]) -> _Result:
             if raised_by_handler(error):
                 raise
             session.check()
-            if not session.outlives(error) or time.monotonic() >= until:
+            # A worker makes room when it notices that the connection before is broken; for a first one nobody does.
+            has_no_room = bool(getattr(error, "code_name", "")) and not was_there
+            if has_no_room or not session.outlives(error) or time.monotonic() >= until:
                 raise
+            was_there = True
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

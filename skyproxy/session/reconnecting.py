@@ -184,7 +184,7 @@ class ReconnectingOperations(Reconnecting):
         size = sum(map(len, framing.encode(message, self._max_frame_bytes)))
         with self._changing:
             if self._over is not None:
-                raise SessionLostError(str(self._over)) from self._over
+                raise self._over.again()
             if self._link is not link:
                 return False
             link.connection.hold(message, size)  # it may have been noted before the link broke: then nothing changes

@@ -176,7 +176,7 @@ class Requests:
                 return wait_for_download(waiter, target.nbytes, missing, self.settings.show_progress)
             return self._wait_long(waiter)
         except SessionLostError as lost:
-            raise SessionLostError(str(lost)) from lost
+            raise lost.again() from None
         except KeyboardInterrupt as interrupt:
             self.on_interrupt(interrupt)
             raise

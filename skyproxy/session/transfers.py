@@ -208,7 +208,7 @@ class UploadQueue:
                 self.log.note_upload(transfer, kept if self.log is log else None)
             self._put(job)
             if self._ended is not None:
-                raise SessionLostError(str(self._ended)) from self._ended
+                raise self._ended.again()
             if group is None:
                 with TransferWatch("upload", lambda: (job.sent_bytes, len(view)), self._show_progress) as watch:
                     watch.wait(job.done)
@@ -289,7 +289,7 @@ class UploadQueue:
                 if job.asked:  # the answer says how to go on
                     return
                 if self._ended is not None:
-                    raise SessionLostError(str(self._ended)) from self._ended
+                    raise self._ended.again()
                 self._unconfirmed[job.transfer] = job
                 job.again, job.begun = False, True
                 # What is written belongs to this connection, not to a later one, which continues elsewhere.
@@ -445,7 +445,7 @@ class UploadQueue:
         base = total - len(job.view)  # what the worker is known to have, and we no longer have
         for offset in range(job.confirmed if self.lasting else 0, total, self._chunk_bytes):
             if self._ended is not None:
-                raise SessionLostError(str(self._ended)) from self._ended
+                raise self._ended.again()
             if job.given_up or job.gives_up:
                 job.given_up = True
                 self._link.send(CancelTransfer(job.transfer, "the upload was interrupted"))

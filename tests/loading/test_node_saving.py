@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import skyproxy
-from skyproxy.errors import ConfigurationError, SnapshotError, UnknownNameError, UntrustedResultError
+from skyproxy.errors import ConfigurationError, ConnectError, SnapshotError, UnknownNameError, UntrustedResultError
 from skyproxy.loading import saved_names
 from skyproxy.session.snapshot_copies import SnapshotCopy, WorkerCopies
 from skyproxy.snapshots import documents
@@ -338,3 +338,32 @@ def test_a_worker_without_a_folder_says_so(sky: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="--snapshots FOLDER"):
             skyproxy.restore(tmp_path / "a", node)
         assert saved_names.name_on_worker(tmp_path) == ""
+
+
+def test_a_worker_without_room_for_one_more_session_says_so_at_once(sky: str, tmp_path: Path) -> None:
+    with worker(tmp_path, "--snapshots", str(tmp_path / "snapshots"), SKYPROXY_MAX_SESSIONS="1") as (url, token):
+        with skyproxy.connect(url, token=token) as node:
+            x = torch.ones(3, device=node.devices[0])
+            with pytest.raises(ConnectError, match="limit"):
+                node.save(tmp_path / "a", x=x)
+            assert not [path for path in (tmp_path / "snapshots").rglob("*") if path.is_file()]
+
+
+def test_an_interrupt_while_the_worker_writes_leaves_nothing_on_its_volume(
+    nodes: Callable[[], skyproxy.Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes()
+    call = node._session.call
+    taken: list[str] = []
+
+    def interrupted(name: str, *arguments: Any) -> Any:
+        answer = call(name, *arguments)
+        if name == "save_snapshot":
+            taken.append(arguments[0])
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(node._session, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        node.save(tmp_path / "a", x=torch.ones(3, device=node.devices[0]))
+    assert call("list_snapshots", taken[0]) == []

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyproxy.errors import ConfigurationError, SessionLostError, UnknownDeviceError
+from skyproxy.errors import ConfigurationError, UnknownDeviceError
 from skyproxy.interrupts import shielded
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.session import Session
@@ -288,7 +288,7 @@ class Devices:
         """
         for device in devices:
             if device.session.lost is not None:
-                raise SessionLostError(str(device.session.lost)) from device.session.lost
+                raise device.session.lost.again()
 
     def existing(self) -> list[SkyDevice]:
         """The devices that exist by now, in order; starts nothing."""

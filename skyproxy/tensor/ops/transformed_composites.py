@@ -7,6 +7,8 @@ the transforms ask here first. For tensors of other devices they are PyTorch's.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from skyproxy import patching
@@ -50,8 +52,10 @@ def _put(library: torch.library.Library) -> None:
         noise = torch.empty((), dtype=input.dtype, device=input.device).expand(input.shape)
         return input * torch.bernoulli(noise, 1 - p).div_(1 - p)
 
-    library.impl("scaled_dot_product_attention", attended, _VMAP, with_keyset=True)
-    library.impl("dropout", dropped, _TRANSFORMS, with_keyset=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's kernels are replaced on purpose
+        library.impl("scaled_dot_product_attention", attended, _VMAP, with_keyset=True)
+        library.impl("dropout", dropped, _TRANSFORMS, with_keyset=True)
 
 
 def _install() -> None:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
+from skyproxy.tensor.ops import transformed_composites
+
 DROPOUTS: dict[str, Callable[[torch.Tensor], object]] = {
     "vmap": lambda x: vmap(lambda t: F.dropout(t, 0.3), randomness="different")(x),
     "vmap of the second dimension": lambda x: vmap(lambda t: F.dropout(t, 0.3), 1, randomness="different")(x),
@@ -55,3 +57,14 @@ def test_attention_under_vmap_is_that_of_the_cpu(batches: tuple[int, ...], causa
         found.append([t.detach().cpu() for t in (result, shared, gradient)])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+def test_nobody_is_warned_that_kernels_are_replaced(sky1: str, recwarn: pytest.WarningsRecorder) -> None:
+    library, always = torch.library.Library("aten", "IMPL"), torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else PyTorch tells it once a process
+    try:
+        transformed_composites._put(library)
+    finally:
+        torch.set_warn_always(always)
+        library._destroy()
+    assert not recwarn.list
