@@ -33,7 +33,9 @@ def _all_are_valid(distribution: Distribution, batch_shape: torch.Size, event_sh
         if type(value) is not RemoteTensor:
             return False
         checks.append(torch._is_all_true(constraint.check(value)))
-    return len(checks) > 1 and bool(torch.stack(checks).all())
+    if len(checks) < 2 or len({check.device for check in checks}) > 1:
+        return False
+    return bool(torch.stack(checks).all())
 
 
 def _asking_once(plain: Callable[..., None]) -> Callable[..., None]:

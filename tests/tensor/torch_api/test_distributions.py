@@ -75,3 +75,8 @@ def test_a_later_default_counts_for_distributions_that_were_checked(sky1: str) -
     D.Distribution.set_default_validate_args(True)
     with pytest.raises(ValueError, match="within the support"):
         distribution.log_prob(torch.full((2,), float("nan"), device=sky1))
+
+
+def test_parameters_on_two_workers_are_checked_each_on_its_own(sky: str, sky1: str) -> None:
+    distribution = D.Normal(torch.zeros(2, device=sky), torch.ones(2, device=sky1))
+    assert (distribution.mean.device, distribution.stddev.device) == (torch.device(sky), torch.device(sky1))
