@@ -95,11 +95,11 @@ def test_noise_passes_a_slow_link_as_it_is(slow_link: Link, uploads: Any, monkey
     spent: list[float] = []
 
     def timed(piece: memoryview, width: int) -> bytes | None:
-        started = time.monotonic()
+        started = time.thread_time()
         try:
             return plain(piece, width)
         finally:
-            spent.append(time.monotonic() - started)
+            spent.append(time.thread_time() - started)
 
     plain = packing.pack
     monkeypatch.setattr(packing, "pack", timed)

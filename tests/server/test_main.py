@@ -119,7 +119,7 @@ def test_embedded_life_is_tied_to_stdin() -> None:
         use(port).close()
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(5) == 0
+        assert process.wait(40) == 0
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
