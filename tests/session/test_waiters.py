@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import pytest
 
@@ -36,10 +35,20 @@ def test_a_signal_that_wakes_no_wait_is_noticed(monkeypatch: pytest.MonkeyPatch)
     waiter = Waiter()
     end = threading.Timer(20, lambda: waiter.set(1))  # else a wait that notices nothing would hold all tests
 
+    class NoticedLock:
+        def acquire(self, timeout: float) -> bool:
+            waits.set()
+            return lock.acquire(timeout=timeout)
+
+        def release(self) -> None:
+            lock.release()
+
     def strike() -> None:
-        time.sleep(0.2)
+        waits.wait()  # a strike before would end the tests
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
+    waits, lock = threading.Event(), waiter._lock
+    waiter._lock = NoticedLock()  # type: ignore[assignment]
     end.start()
     threading.Thread(target=strike).start()
     try:
