@@ -67,11 +67,13 @@ class Entry:
             None stands for a result that is None.
         listed: for the fast path, the looks of the fresh plain tensors in the list that is the one result.
         nothing: whether there is no result at all, for the fast path.
+        targets: for the fast path, the names of the results, if these are arguments that are given by name and keep
+            their looks, as those of `out=`.
         shares_first: for the fast path, whether a fresh tensor shares the first tensor's storage.
         output_templates: how each result is kept, see `protocol.commands`.
         is_guessed: whether kernels without values told of it, which let pass much that others refuse.
         may_overlap: whether the fast path looks where the memory of its tensors lies, see `overlaps`, before it takes
-            what would else be `simple` or `nothing`.
+            what would else be `simple` or `nothing`, or has `targets`.
         made: what the fresh tensors look like, then those that were written; the worker checks it the first time.
     """
 
@@ -89,6 +91,7 @@ class Entry:
         "several",
         "shares_first",
         "simple",
+        "targets",
     )
 
     def __init__(self, outputs: Sequence[Output] | None, changed: Sequence[tuple[int, Meta]] = ()) -> None:
@@ -100,6 +103,7 @@ class Entry:
         self.meta: Meta | None = None
         self.several: Sequence[Look] | None = None
         self.listed: list[tuple[Meta, int | None]] | None = None
+        self.targets: Sequence[str] = ()
         self.output_templates: Sequence[str] = ()
 
     @property
@@ -110,6 +114,8 @@ class Entry:
             return (Output(items=self.listed),)
         if self.several is not None:
             return [Output(meta, shares) for meta, shares in self.several]
+        if self.targets:
+            return [Output(argument=name) for name in self.targets]
         return (Output(self.meta, 0 if self.shares_first else None),)
 
     @property
@@ -173,6 +179,13 @@ class Entry:
         return entry
 
     @staticmethod
+    def of_targets(names: Sequence[str], looks: Sequence[Meta]) -> Entry:
+        """Make an entry of an op whose results are its arguments of these names, which keep their looks."""
+        entry = Entry(None)
+        entry.targets, entry._made, entry.output_templates = names, looks, _IGNORED * len(names)
+        return entry
+
+    @staticmethod
     def of_change(output: Output, meta: Meta) -> Entry:
         """Make an entry of an op whose one result is its first tensor, which then looks like `meta`."""
         entry = Entry((output,), [(0, meta)])
@@ -183,6 +196,8 @@ class Entry:
         """Have the fast path look where the memory of its tensors lies, each time."""
         if (self.simple and self.meta is None) or self.nothing:
             self.simple, self.nothing, self.may_overlap = False, False, True
+        elif self.targets:
+            self.may_overlap = True
 
     def settle(self, call: BoundCall) -> Entry:
         """Fills in what follows from outputs and changes."""
@@ -197,6 +212,9 @@ class Entry:
         self._made = [*made, *(looks.get(i, call.tensors[i]._sky.meta) for i in written_tensors(call))]
         quiet = not self.changed and not call.info.synchronizes and not gives_parts(call)
         self.nothing = quiet and not self.outputs
+        names = [output.argument for output in self.outputs]
+        if quiet and names and all(name in call.kwargs for name in names):
+            self.targets = call.info.returns  # type: ignore[assignment]  # none of them is None
         if (
             quiet
             and len(self.outputs) > 1

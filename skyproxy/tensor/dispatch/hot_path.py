@@ -285,7 +285,7 @@ def dispatch_remote(
             signature = plain
             entry = device.cache.get(signature)
     if entry is None:
-        entry = learn(info, device, signature, args, kwargs) if info.rule is not None else None
+        entry = learn(info, device, signature, args, kwargs) if info.learns else None
         if entry is None:
             return record(info, func, args, kwargs or {})
         wire[0] = entry.number
@@ -336,7 +336,13 @@ def dispatch_remote(
         owner = (root.root or root) if entry.shares_first else None
         result = listed = new_tensors(device, entry.listed, owner)
         wire.append([made._sky.slot for made in listed])  # type: ignore[union-attr]  # none of them is None
-    elif entry.may_overlap and not overlaps(info, args, kwargs or {}):
+    elif entry.may_overlap and overlaps(info, args, kwargs or {}):
+        return record(info, func, args, kwargs or {})
+    elif entry.targets:
+        given = kwargs or {}
+        results = [given[name] for name in entry.targets]
+        result = results[0] if len(results) == 1 else tuple(results)
+    elif entry.may_overlap:
         result = args[0] if info.returns else None
         if info.for_each:
             count_changes(args[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -115,25 +115,38 @@ def infer_filled(call: BoundCall) -> Entry | None:
     Empty ones (`torch.empty(0)`) take the size of the result. They lie row by row where a fresh one would, too; where
     it would not, that depends on the kernel.
     """
-    rule = call.info.unfilled
-    if rule is None or call.has_values:
+    if call.info.unfilled is None or call.has_values:
         return None
-    given = {name: _look(a) for name, a in call.kwargs.items() if name not in call.info.writes}
-    found = rule(*_looks(call.args), **given)
-    if not found or len(found) != len(call.info.writes):
+    found = resized_targets(call.info, *looks_of(call))
+    if found is None:
         return None
-    changed: list[tuple[int, Meta]] = []
-    for look, name in zip(found, call.info.writes, strict=True):
-        made, target = look[0] if type(look) is tuple else None, call.argument(name)
-        own = target._sky.meta if type(target) is RemoteTensor else None
-        if made is None or own is None or made.dtype is not own.dtype or not keeps_target(own):
+    changed = [(position, look) for name, look in found for position in numbers_of(call, (name,))]
+    return Entry([Output(argument=name) for name in call.info.returns], changed).settle(call)
+
+
+def resized_targets(info: OpInfo, looks: list[Any], named: dict[str, Any]) -> list[tuple[str, Meta]] | None:
+    """Return which targets of an `out=` form with a rule are resized, and what they look like then; None: nobody knows.
+
+    Args:
+        info: the form.
+        looks: its arguments, with looks in the place of tensors.
+        named: the same by name.
+    """
+    assert info.unfilled is not None
+    found = info.unfilled(*looks, **{name: a for name, a in named.items() if name not in info.writes})
+    if not found or len(found) != len(info.writes):
+        return None
+    resized: list[tuple[str, Meta]] = []
+    for look, name in zip(found, info.writes, strict=True):
+        made, own = look[0] if type(look) is tuple else None, named.get(name)
+        if made is None or not isinstance(own, Meta) or made.dtype is not own.dtype or not keeps_target(own):
             return None
         if made.size == own.size:
             continue
-        if own.size != (0,) or 0 in made.size or own.offset or not row_major(made) or call.info.name in _FILL_NO_EMPTY:
+        if own.size != (0,) or 0 in made.size or own.offset or not row_major(made) or info.name in _FILL_NO_EMPTY:
             return None
-        changed += [(position, made) for position in numbers_of(call, (name,))]
-    return Entry([Output(argument=name) for name in call.info.returns], changed).settle(call)
+        resized.append((name, made))
+    return resized
 
 
 def depends_on_kind(call: BoundCall) -> bool:

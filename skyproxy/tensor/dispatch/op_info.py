@@ -240,6 +240,7 @@ class OpInfo:
         rule: what tells how the results look, see `shapes.rules`; or None.
         turned: of an op that makes a tensor another view of its memory, the rule of that view; or None.
         unfilled: of an `out=` form, the rule of the form that fills nothing; or None.
+        learns: whether there is a rule, of either kind, by which a call that never came before may take the short way.
         special: who handles the op instead, or None.
         creates: whether it makes one tensor of sizes and options alone.
         changes: whether it changes what it was given: 0 no, 1 its first argument and nothing else, 2 more or lists.
@@ -285,6 +286,7 @@ class OpInfo:
         "is_view",
         "keyword_kinds",
         "kinds",
+        "learns",
         "name",
         "names",
         "places_host_indices",
@@ -368,6 +370,7 @@ class OpInfo:
         self.rule = RULES.get(self.name) if knows else None
         self.turned = _rule_of_view(func) if torch.Tag.inplace_view in func.tags else None
         self.unfilled = _rule_without_out(func) if self.rule is None and self.asks_worker_for_shape else None
+        self.learns = self.rule is not None or self.unfilled is not None
         self.special = SPECIALS.get(self.name)
         if self.special is None:
             self.special = self._substitute(packet)

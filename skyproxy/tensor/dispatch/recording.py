@@ -197,7 +197,8 @@ def _finish_sized(call: BoundCall, sizes: dict[object, object], key: object) -> 
 def learn(
     info: OpInfo, device: SkyDevice, key: object, args: tuple[Any, ...], kwargs: dict[str, object] | None
 ) -> Entry | None:
-    """Infer a call that never came before by its shape rule, and remember it under `key`; None: ask `record`.
+    """Infer a call that never came before by its shape rule, or for `out=` that of the form without, and remember it
+    under `key`; None: ask `record`.
 
     The short way, for arguments that the fast path has taken: tensors, numbers (no symbols), lists of them, constants.
     """
@@ -246,14 +247,19 @@ def learn(
             else:
                 named[name] = a
                 keywords.append((name, template_of(a, kinds[name], device)))
-    assert info.rule is not None
-    found = info.rule(*looks, **named)
-    if found is None or (has_values and (named or not inference.is_fresh(found))):
-        return None
-    entry = Entry.of_rule(found)
+    if info.rule is None:
+        if has_values or inference.resized_targets(info, looks, named) != []:
+            return None
+        written = [look for name, look in named.items() if name in info.writes]
+        entry = Entry.of_targets(info.returns, written)  # type: ignore[arg-type]  # an `out=` form returns nothing else
+    else:
+        found = info.rule(*looks, **named)
+        if found is None or (has_values and (named or not inference.is_fresh(found))):
+            return None
+        entry = Entry.of_rule(found)
     if not takes_dtypes(info, looks, named, entry.made):
         return None
-    if not entry.simple:
+    if not (entry.simple or entry.targets):
         usual = (entry.nothing and not info.synchronizes) or entry.listed is not None or entry.several is not None
         if not usual or len(entry.made) > _MANY_TENSORS:
             return None

@@ -226,6 +226,45 @@ def _with_a_number(n: torch.Tensor) -> list[Any]:
     return [lambda x: x + n, lambda x: n * x, lambda x: x == n, lambda x: torch.where(x > 0, x, n)]
 
 
+def _fill_targets(x: torch.Tensor) -> list[Any]:
+    """Give what operations wrote into targets that have the sizes and dtypes of their results, and the targets."""
+    same, row, number, columns = torch.empty_like(x), x.new_empty(len(x)), x.new_empty(()), x.new_empty(x.shape[::-1])
+    positions, mask = torch.empty(len(x), dtype=torch.int64, device=x.device), torch.empty_like(x, dtype=torch.bool)
+    results = [
+        torch.add(x, 1, alpha=2, out=same),
+        torch.gt(x, 0.5, out=mask),
+        torch.sum(x, 1, out=row),
+        torch.mm(x, x.t() + 1, out=x.new_empty(len(x), len(x))),
+        torch.mul(x, x, out=columns.t()),
+        torch.sub(same, x, out=same),
+        *torch.max(x, 1, out=(row.clone(), positions)),
+        torch.linalg.vector_norm(x, out=number),
+    ]
+    assert results[0] is same
+    return [*results, same, row, number, columns, positions, mask]
+
+
+def test_targets_that_fit_are_filled_on_the_fast_path(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ((7, 11), (7, 11), (11, 5)):
+        x = torch.rand(size)
+        remote = x.to(sky)
+        with monkeypatch.context() as patched:
+            patched.setattr(hot_path, "record", None)
+            found = _fill_targets(remote)
+        assert [t.stride() for t in found] == [t.stride() for t in _fill_targets(x)]
+        assert tree_differences(found, _fill_targets(x)) == []
+
+
+def test_what_fills_a_target_that_it_reads_is_refused_as_locally(sky: str) -> None:
+    x, other = torch.rand(3, 3, device=sky), torch.rand(3, 3, device=sky)
+    positions = torch.zeros(3, 3, dtype=torch.int64, device=sky)
+    for _ in range(2):
+        torch.gather(x, 0, positions, out=other)  # looks the same, and has a memory of its own
+        with pytest.raises(RuntimeError, match="unsupported operation|overlap"):
+            torch.gather(x, 0, positions, out=x)
+    assert torch.equal(other.cpu(), x.cpu()[:1].expand(3, 3))
+
+
 def test_what_is_no_number_of_the_cpu_is_told_as_before(sky: str) -> None:
     x = torch.ones(2, 3, device=sky)
     for give in (lambda n: x + n.expand(1), lambda n: n.clone().add_(x.sum()), lambda n: x.addmm_(n, x)):
