@@ -27,7 +27,7 @@ _FLOAT_UNARY = (
     "sigmoid_ sign_ silu_ sin_ sinh_ sqrt_ square_ tan_ tanh_ trunc_ zero_ "
     "digamma_ erfinv_ i0_ sinc_ cauchy_ elu_ exponential_ "
     "geometric_ hardtanh_ leaky_relu_ "
-    "log_normal_ normal_ pow_.Scalar random_ threshold_ uniform_"
+    "log_normal_ normal_ pow_.Scalar random_ threshold_ uniform_ deg2rad_ rad2deg_ logit_ round_.decimals sgn_"
 )
 
 
@@ -51,7 +51,7 @@ def _arithmetic(target: Meta, other: object, alpha: object = 1) -> RuleResult:
 
 @rule(
     "pow_.Tensor hypot_ atan2_ nextafter_ copysign_.Tensor copysign_.Scalar xlogy_.Tensor div_.Tensor_mode "
-    "div_.Scalar_mode"
+    "div_.Scalar_mode heaviside_ igamma_ igammac_"
 )
 def _fraction_in_place(target: Meta, other: object, *, rounding_mode: object = None) -> RuleResult:
     alike = other.dtype is target.dtype if type(other) is Meta else type(other) in (int, float)
@@ -106,6 +106,13 @@ def _masked_scatter(target: Meta, mask: Meta, source: Meta) -> RuleResult:
 def _addmm(target: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
     fits = len(a.size) == len(b.size) == 2 and a.plain and b.plain and a.size[1] == b.size[0]
     fits = fits and target.size == (a.size[0], b.size[1]) and a.dtype is b.dtype is target.dtype
+    return _target_if(fits and target.dtype in FLOATS and keeps_target(target))
+
+
+@rule("addmv_")
+def _addmv(target: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
+    fits = len(a.size) == 2 and a.plain and b.plain and b.size == a.size[1:] and target.size == a.size[:1]
+    fits = fits and a.dtype is b.dtype is target.dtype
     return _target_if(fits and target.dtype in FLOATS and keeps_target(target))
 
 

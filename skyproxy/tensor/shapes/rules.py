@@ -37,8 +37,8 @@ TARGET: RuleAnswer = []
 RULES: dict[str, Rule] = dict(VIEW_RULES)
 
 _ARITHMETIC = (
-    "maximum minimum fmod.Tensor remainder.Tensor fmax fmin floor_divide fmod.Scalar remainder.Scalar "
-    "floor_divide.Scalar"
+    "maximum minimum clamp_min.Tensor clamp_max.Tensor fmod.Tensor remainder.Tensor fmax fmin floor_divide fmod.Scalar "
+    "remainder.Scalar floor_divide.Scalar"
 )
 _BITWISE = " ".join(
     f"bitwise_{name}.{kind}" for name in ("and", "or", "xor") for kind in ("Tensor", "Scalar", "Scalar_Tensor")

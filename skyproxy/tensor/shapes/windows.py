@@ -160,7 +160,7 @@ def _avg_pool(
     counted: object = True,
     divisor: object = None,
 ) -> RuleResult:
-    size = _pooled_size(x, kernel, stride, padding, (1,), ceil) if divisor is None else None
+    size = _pooled_size(x, kernel, stride, padding, (1,), ceil) if divisor != 0 else None
     return None if size is None else _results_in_format(x, size, x.dtype)
 
 
@@ -196,7 +196,7 @@ def _avg_pool_of_volumes(
     counted: object = True,
     divisor: object = None,
 ) -> RuleResult:
-    fits = divisor is None and x.dtype in FULL_PRECISION
+    fits = divisor != 0 and x.dtype in FULL_PRECISION
     size = _pooled_volume(x, kernel, stride, padding, (1,), ceil) if fits else None
     sides = kernel if len(kernel) == 3 else [*kernel] * 3
     # Unlike others, this one refuses windows that only fit with the padding.

@@ -260,7 +260,7 @@ def test_what_fills_a_target_that_it_reads_is_refused_as_locally(sky: str) -> No
     positions = torch.zeros(3, 3, dtype=torch.int64, device=sky)
     for _ in range(2):
         torch.gather(x, 0, positions, out=other)  # looks the same, and has a memory of its own
-        with pytest.raises(RuntimeError, match="unsupported operation|overlap"):
+        with pytest.raises(RuntimeError, match="unsupported operation"):
             torch.gather(x, 0, positions, out=x)
     assert torch.equal(other.cpu(), x.cpu()[:1].expand(3, 3))
 
