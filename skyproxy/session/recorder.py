@@ -491,5 +491,9 @@ class Recorder:
     def release_now(self, slot: int) -> None:
         """Forgets a large value at this very place of the stream, and takes its slot back."""
         self.stream.extend((self._release_command, [slot]))
+        self.give_back(slot)
+
+    def give_back(self, slot: int) -> None:
+        """Takes back a slot whose release was recorded."""
         self.held[slot] = False
         self._push(self.free, slot)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from operator import is_
 from typing import Any, NamedTuple
@@ -52,7 +52,8 @@ class Replay(NamedTuple):
         values: numbers of ops, and operands that are no slots.
         lines: for each operation, a code object and an instruction offset.
         results: for each result, what it looks like and which place it fills, and the same for what it is a view of.
-        left_over: the places that hold no result.
+        left_over: the places that hold something else in the end.
+        released: the places that hold nothing in the end, because the commands release what was large.
         several: whether the function gives a tuple.
     """
 
@@ -62,6 +63,7 @@ class Replay(NamedTuple):
     lines: tuple[object, ...]
     results: tuple[tuple[tuple[Meta, int], tuple[Meta, int] | None], ...]
     left_over: tuple[int, ...]
+    released: tuple[int, ...]
     several: bool
 
 
@@ -85,6 +87,8 @@ def _replay(replay: Replay, device: SkyDevice, inputs: Sequence[int]) -> object:
         results.append(make_tensor(meta, handle))
     for place in replay.left_over:
         recorder.drop_slot(slots[place])
+    for place in replay.released:
+        recorder.give_back(slots[place])
     return tuple(results) if replay.several else results[0]
 
 
@@ -128,6 +132,9 @@ def _build_replay(device: SkyDevice, before: _Mark, inputs: Sequence[int], resul
         number = stream[begin]
         if number in _DEFINITIONS:  # they were made, and hold from now on
             continue
+        if number == commands.RELEASE:
+            source.release(stream[begin + 1])
+            continue
         structure = structures.get(number)
         if structure is None or len(structure) != 4 or not _only_computes(structure[0]):
             raise _NotReplayableError
@@ -142,9 +149,9 @@ def _build_replay(device: SkyDevice, before: _Mark, inputs: Sequence[int], resul
     results = result if type(result) is tuple else (result,)
     filled = [_place_of(tensor, source.places) for tensor in results]
     kept = [place for pair in filled for _, place in filter(None, pair)]
-    if len(set(kept)) != len(kept) or len(lines) != 2 * count:
+    if len(set(kept)) != len(kept) or len(lines) != 2 * count or not source.released.isdisjoint(kept):
         raise _NotReplayableError
-    left_over = tuple(place for place in source.places.values() if place not in kept)
+    left_over = tuple(place for place in source.places.values() if place not in kept and place not in source.released)
     return Replay(
         len(source.places),
         _compile(", ".join(source.parts)),
@@ -152,6 +159,7 @@ def _build_replay(device: SkyDevice, before: _Mark, inputs: Sequence[int], resul
         tuple(lines),
         tuple(filled),
         left_over,
+        tuple(source.released),
         type(result) is tuple,
     )
 
@@ -176,8 +184,7 @@ def _place_of(tensor: object, places: dict[int, int]) -> tuple[tuple[Meta, int],
     for each in (handle, root):
         if each is None:
             continue
-        meta = each.meta  # the slot of what is large is to be released at once
-        if each.slot not in places or not meta.plain or meta.large or getattr(each, "is_shared", False):
+        if each.slot not in places or not each.meta.plain or getattr(each, "is_shared", False):
             raise _NotReplayableError
     if root is None:
         return (handle.meta, places[handle.slot]), None
@@ -192,12 +199,14 @@ class _Source:
     Attributes:
         parts: an expression for each item of the stream.
         places: for each slot that is filled, its place.
+        released: the places that were released, and not filled again.
         values: what the text names `v`.
     """
 
     def __init__(self, inputs: Sequence[int]) -> None:
         self.parts: list[str] = []
         self.places: dict[int, int] = {}
+        self.released: set[int] = set()
         self.values: list[object] = []
         self._slots = {slot: f"i[{number}]" for number, slot in enumerate(inputs)}
 
@@ -224,8 +233,21 @@ class _Source:
         if template != commands.NEW or (operand in self._slots and operand not in self.places):
             raise _NotReplayableError
         place = self.places.setdefault(operand, len(self.places))
+        self.released.discard(place)
         self._slots[operand] = f"p[{place}]"
         return self._slots[operand]
+
+    def release(self, slots: Collection[int]) -> None:
+        """Add the command that releases these.
+
+        Raises:
+            _NotReplayableError: one of them was not filled here.
+        """
+        for slot in slots:
+            if slot not in self.places:
+                raise _NotReplayableError
+            self.released.add(self.places[slot])
+        self.parts.extend((str(commands.RELEASE), f"[{', '.join([self._slots[slot] for slot in slots])}]"))
 
 
 @functools.lru_cache(maxsize=512)

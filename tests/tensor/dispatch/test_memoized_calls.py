@@ -113,6 +113,47 @@ def test_slots_come_back(pair: tuple[torch.Tensor, ...]) -> None:
     assert len(set(recorder.free)) == len(recorder.free)
 
 
+def scaled_twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    for factor in (2, 3, 5):
+        x = (x * factor).exp() - factor  # its parts die one after the other, and their slots are used again
+    return x, x.sum(0)
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_what_is_large_is_released_at_the_same_places(sky: str, step: int) -> None:
+    x = (torch.arange(1 << 16) * -1e-3).view(8, -1)[:, ::step]
+    large = x.to(sky)
+    assert large._sky.meta.large == (step == 1)
+    counted = Counted(scaled_twice)
+    assert counted.settles(large)
+    recorder = DEVICES.at(0).recorder
+    torch.sky.synchronize()
+    before, allocated = recorder.live_slots, torch.sky.memory_allocated(sky)
+    shapes = []
+
+    def record() -> None:
+        recorder.limit = 1 << 20  # all of it stays here, to be looked at
+        for function in (scaled_twice, counted.by_recipe):
+            start = recorder.unsent
+            kept = function(large)
+            assert recorder.live_slots == before + 2
+            shapes.append([len(a) if isinstance(a, list) else type(a) for a in recorder.stream[start:]])
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(kept, scaled_twice(x.clone()), strict=True))
+            del kept
+            torch.sky.synchronize()
+            recorder.limit = 1 << 20
+
+    with torch.no_grad():
+        assert recorder.between_batches(record, 10)
+        assert shapes[0] == shapes[1]
+        for _ in range(20):
+            counted.by_recipe(large)
+    torch.sky.synchronize()
+    assert recorder.live_slots == before
+    assert len(set(recorder.free)) == len(recorder.free)
+    assert torch.sky.memory_allocated(sky) == allocated
+
+
 def test_many_calls_beside_other_operations_are_right(pair: tuple[torch.Tensor, ...]) -> None:
     """Long enough for batches to be cut inside a call, and with neighbours whose slots come and go."""
     counted = Counted(rotated)
