@@ -51,6 +51,8 @@ logger = logging.getLogger("skyproxy.server")
 
 _LOOK_SECONDS = 1.0
 _CLOSE_PLUGINS_SECONDS = 0.5  # less than a client waits before it kills us
+_at_once: list[Callable[[], object]] = []
+"""What an embedded worker does last: it ends at once with its parent, and closes nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,6 +125,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str], ending: contextlib.
     jobs = choose_jobs(arguments.jobs, functions=not arguments.no_functions, bounds_sessions=apart)
     if not isinstance(jobs, str):
         ending.callback(jobs.close)
+        _at_once.append(jobs.remove_temporary)
         if processes is not None:
             processes.spared = jobs.spared
     listener = serve(
@@ -218,6 +221,8 @@ def _end_with_parent(descriptor: int) -> None:
     closing.join(_CLOSE_PLUGINS_SECONDS)
     if mark := os.environ.get(MARK_VARIABLE):
         end_marked(mark)
+    for remove in _at_once:
+        remove()
     # At once, whatever other threads are doing; and with what functions started here, which would outlive us.
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)

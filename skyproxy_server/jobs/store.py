@@ -38,7 +38,7 @@ class Jobs:
 
     Args:
         root: where they lie; ours alone until `close`. None: a folder that comes with the first job, and goes with the
-            worker. One that is ended with its program cleans nothing up, so it begins nothing before it must.
+            worker.
         settings: limits.
 
     Raises:
@@ -303,8 +303,16 @@ class Jobs:
         if self._lock_file >= 0:
             os.close(self._lock_file)
             self._lock_file = -1
-        if self._is_temporary and self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
+        self.remove_temporary()
+
+    def remove_temporary(self) -> None:
+        """Remove a folder that goes with the worker, whose jobs have been ended."""
+        if not self._is_temporary or self._root is None:
+            return
+        removed = self._root.with_name(f"{self._root.name}-removed")
+        with contextlib.suppress(OSError):
+            self._root.rename(removed)  # or what threads of jobs still note there would keep it
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _tail(job: WorkerJob) -> list[str]:

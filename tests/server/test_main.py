@@ -21,7 +21,7 @@ from skyproxy.protocol.messages import Ack, Batch, Hello, Sequence
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import WebSocketTransport, connect_websocket
 from skyproxy_server.__main__ import main
-from tests.server.jobs.programs import payload_of
+from tests.server.jobs.programs import LONG, payload_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -120,6 +120,19 @@ def test_embedded_life_is_tied_to_stdin() -> None:
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(40) == 0
+
+
+def test_an_embedded_worker_leaves_no_folder_of_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with embedded() as (process, port):
+        with JobLink(lambda: connect_websocket(f"ws://127.0.0.1:{port}", TOKEN, jobs_hello())[0]) as link:
+            send_job(link, {"name": "mine", "kind": "script", "title": "t"}, payload_of(tmp_path, LONG))
+        assert list((tmp_path / "temporary").iterdir()) != []
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(40)
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
