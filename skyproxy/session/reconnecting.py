@@ -86,9 +86,9 @@ class Reconnecting(Transport):
             self._close_late(fresh.link, error)
         except ProtocolError as problem:
             self._over = SessionLostError(f"{str(error).rstrip('.')}; and then: {problem}")
-            raise self._over from problem
+            raise self._over.again() from problem
         except SessionLostError as lost:
-            self._over = lost
+            self._over = lost.again()  # without the traceback, which holds what all callers have
             raise
 
     def _is_replaced(self, link: Transport) -> bool:

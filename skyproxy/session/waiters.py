@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from skyproxy import interrupts
+from skyproxy.errors import SessionLostError
 from skyproxy.protocol.messages import Buffer, RequestId
 
 
@@ -54,8 +55,17 @@ class Waiter:
                 pass
             self._lock.release()  # several threads may wait for one answer
         if self.error is not None:
-            raise self.error.with_traceback(None)  # one error may be raised for many
+            raise _for_one(self.error)
         return self.value
+
+
+def _for_one(error: BaseException) -> BaseException:
+    """Return an error for one of those whom it is raised for.
+
+    What a session ended with lives as long as the session: with the traceback of somebody who waited it would hold the
+    variables of all of his callers, and views among them hold tensors of the session where no collector finds them.
+    """
+    return error.again() if isinstance(error, SessionLostError) else error.with_traceback(None)
 
 
 class Waiters:
@@ -81,7 +91,7 @@ class Waiters:
         self._open[number] = waiter
         if self._ended is not None:  # checked after the insertion, so that `end` cannot miss this waiter
             self._open.pop(number, None)
-            raise self._ended
+            raise _for_one(self._ended)
         return number, waiter
 
     def open_for(self, waiter: Waiter) -> RequestId:

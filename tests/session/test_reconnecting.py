@@ -402,3 +402,15 @@ def test_a_connection_that_comes_back_to_a_session_which_another_worker_goes_on_
     fresh.recv.return_value = Pong(0)
     assert bulk.recv() == Pong(0)
     fresh.cut.assert_called_once()
+
+
+def test_what_a_connection_ended_with_holds_nothing_of_those_who_used_it() -> None:
+    for problem in (SessionLostError("gone"), ProtocolError("nonsense")):
+        broken = Mock(spec=Transport, was_closed=False, bytes_sent=1, bytes_received=1)
+        broken.connection = Mock(goodbye=None, answers=0)
+        broken.recv.side_effect = SessionLostError("cut")
+        bulk = ReconnectingBulk(broken, Reconnector(Mock(side_effect=problem), "there", 1.0))
+        with pytest.raises(SessionLostError):
+            bulk.recv()
+        assert bulk._over is not None
+        assert bulk._over.__traceback__ is None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -111,3 +114,24 @@ def test_the_end_fails_what_is_open_and_what_comes_later() -> None:
     with pytest.raises(SessionLostError, match="gone"):
         waiters.open()
     assert len(waiters) == 0
+
+
+class _Kept:
+    """What a program has."""
+
+
+def test_what_a_session_ended_with_holds_nothing_of_those_who_waited() -> None:
+    """It lives as long as the session, and variables may be tensors of that: no collector would find them."""
+    waiters = Waiters()
+    opened = [waiters.open()[1] for _ in range(2)]
+    ended = SessionLostError("gone")
+    waiters.end(ended)
+
+    def program(ask: Callable[[], object]) -> weakref.ref[_Kept]:
+        kept = _Kept()
+        with contextlib.suppress(SessionLostError):
+            ask()
+        return weakref.ref(kept)
+
+    assert [program(ask)() for ask in (opened[0].wait, opened[1].wait, waiters.open)] == [None] * 3
+    assert ended.__traceback__ is None
