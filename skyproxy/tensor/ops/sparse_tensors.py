@@ -98,7 +98,7 @@ def _count_dimensions(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwa
 
 @implements("aten::sym_stride", "aten::stride", "aten::is_contiguous", "aten::is_contiguous.memory_format")
 def _refuse_strides(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-    """What PyTorch's C++ asks about compressed tensors only: the class answers for them (`make_tensor`)."""
+    """Refuse what PyTorch's C++ asks about compressed tensors only: the class answers for them (`make_tensor`)."""
     asked = "strides" if "stride" in info.name else "is_contiguous"
     layout = str(args[0].layout).removeprefix("torch.sparse_").upper()
     raise RuntimeError(f"Sparse {layout} tensors do not have {asked}")
