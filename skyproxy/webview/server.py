@@ -202,6 +202,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no request, or a verb that nobody has: without a page that repeats what was asked."""
+        self._refuse(HTTPStatus(code), "this is no request that the view answers")
+
     def log_message(self, format: str, *arguments: object) -> None:
         """Log nothing by default: what is asked for says little, and a terminal would be full of it."""
         logger.debug("web view: %s", format % arguments)

@@ -128,6 +128,30 @@ def test_every_answer_has_the_headers_that_protect_it(server: PageServer, path: 
     assert "Python" not in headers.get("Server", "")
 
 
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        "OPTIONS /status HTTP/1.1",
+        "TRACE <i> HTTP/1.1",
+        f"GET /{'a' * 70_000} HTTP/1.1",
+        "GET <i> HTTP/9.1",
+        "<i> <i> <i> <i>",
+    ],
+)
+def test_what_is_no_request_is_not_repeated_and_its_refusal_has_those_headers_too(
+    server: PageServer, request_line: str
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=20) as connection:
+        connection.sendall(f"{request_line}\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        answer = b""
+        with contextlib.suppress(ConnectionError):  # where it was not read to its end
+            while got := connection.recv(65536):
+                answer += got
+    head, _, body = answer.rpartition(b"\r\n\r\n")
+    assert body == b"this is no request that the view answers\n"
+    assert not head or b"X-Content-Type-Options: nosniff" in head  # none is an answer of HTTP 0.9
+
+
 def test_secrets_and_keys_are_bounded(server: PageServer) -> None:
     first = server.link().partition("#")[2]
     for _ in range(16):
