@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.collector import collector_paused
-from skyproxy.import_watcher import forget_all, when_imported, when_whole
+from skyproxy.import_watcher import forget_all, namesakes, when_imported, when_whole
 
 if TYPE_CHECKING:
     from skyproxy import errors as errors
@@ -177,7 +177,7 @@ def _load_device() -> None:
     """Registers the `sky` device; needs torch.
 
     Raises:
-        ImportError: torch is not installed.
+        ImportError: torch is not installed, or a file of the program has the name of a package that is needed.
     """
     try:
         importlib.import_module("torch")
@@ -185,10 +185,15 @@ def _load_device() -> None:
         raise ImportError(
             "skyproxy needs PyTorch 2.11 or newer, and it is not installed here. Try: pip install torch"
         ) from error
-    with collector_paused():
-        nodes: Any = importlib.import_module("skyproxy.nodes")
-        nodes.open_saved = _open_saved
-        importlib.import_module("skyproxy.tensor.activation").activate()
+    try:
+        with collector_paused():
+            nodes: Any = importlib.import_module("skyproxy.nodes")
+            nodes.open_saved = _open_saved
+            importlib.import_module("skyproxy.tensor.activation").activate()
+    except (ImportError, AttributeError) as error:
+        for name, file in namesakes(("torch", "msgpack", "packaging")):
+            raise ImportError(f"{file} was imported in place of the package {name}. Rename that file.") from error
+        raise
 
 
 def _open_saved() -> Node | None:

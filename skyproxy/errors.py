@@ -257,7 +257,7 @@ class RemoteError(SkyproxyError, RuntimeError):
     op: str = ""
 
 
-SELF_EXPLAINING = (RemoteError, CaptureError, SessionLostError)
+SELF_EXPLAINING = (RemoteError, CaptureError, SessionLostError, ConfigurationError, ConnectError, ClusterError)
 """Errors that name the line to mend, or what to do: skyproxy's own frames would only hide that."""
 
 

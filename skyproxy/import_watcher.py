@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -77,6 +77,14 @@ def when_whole(package: str, then: Callable[[], object]) -> None:
             spec.__class__ = _SettlingSpec
             return
     then()
+
+
+def namesakes(packages: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the packages in whose place a file of that name was imported, and that file."""
+    for name in packages:
+        module = sys.modules.get(name)
+        if module is not None and not hasattr(module, "__path__") and getattr(module, "__file__", None):
+            yield name, str(module.__file__)
 
 
 def forget_own() -> None:

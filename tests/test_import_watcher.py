@@ -65,3 +65,12 @@ def test_a_loader_of_many_modules_tells_of_the_one_that_was_asked_for(
     when_imported("watched_of_archive", lambda module: told.append((module.__name__, hasattr(module, "value"))))
     __import__("watched_of_archive")
     assert told == [("watched_of_archive", True)]
+
+
+@pytest.mark.parametrize("package", ["torch", "msgpack"])
+def test_a_file_that_was_imported_in_place_of_a_package_is_named(tmp_path: Path, package: str) -> None:
+    file = tmp_path / f"{package}.py"
+    file.touch()
+    (tmp_path / "program.py").write_text("import skyproxy\nimport torch\n")
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=60)
+    assert f"ImportError: {file} was imported in place of the package {package}." in done.stderr

@@ -44,7 +44,7 @@ _COLUMNS = ("current", "name", "provider", "where", "phase", "nodes", "devices",
 
 
 def list_command(
-    provider: Provider = None,
+    provider: Annotated[ProviderName | None, typer.Option(help="Only workers of this provider; default: all.")] = None,
     all_namespaces: Annotated[bool, typer.Option("--all-namespaces", "-A", help="In all namespaces.")] = False,
     namespace: Namespace = None,
     context: KubeContext = None,

@@ -11,6 +11,7 @@ import typer
 from skyproxy.cli.arguments import Kubeconfig, KubeContext, address_of
 from skyproxy.cli.output import note, progress, show_line, warn
 from skyproxy.errors import ConfigurationError
+from skyproxy.kubernetes.address import load_yaml
 from skyproxy.units import duration_seconds
 
 
@@ -75,8 +76,7 @@ def install(
             return names
 
     if dry_run:
-        import yaml
-
+        yaml = load_yaml()
         shown = narrowed(objects, namespace) if namespace else objects
         show_line(yaml.safe_dump_all(shown, sort_keys=False).rstrip("\n"))
         return

@@ -43,6 +43,10 @@ _ELSEWHERE = {
 """Commands by their names in other programs; by its letters alone, gpus would be suggested for ps, and top for stop."""
 
 
+_PYDANTIC_PREFIX = "Value error, "
+"""Words that typer's parser puts before the message of a type's own check."""
+
+
 class _Commands(TyperGroup):
     """Ends with a message and a status of its own where skyproxy says what is wrong; no traceback."""
 
@@ -54,6 +58,9 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix(_PYDANTIC_PREFIX)
+            raise
         except (SkyproxyError, KeyboardInterrupt) as error:
             fail(str(error) or "interrupted", code_of(error))
         except OSError as error:

@@ -101,7 +101,9 @@ def run(
     if max_restarts:
         raise ConfigurationError("--max-restarts is for scripts under torchrun. Add --nproc-per-node or --nnodes.")
     if not module and not Path(script).is_file():
-        raise ConfigurationError(f"there is no script {script!r}. For a module: skyproxy run -m {script}")
+        from skyproxy.functions.scripts import script_missing
+
+        raise ConfigurationError(script_missing(script, f"skyproxy run -m {script}"))
     if saved is None:
         late = " Options of skyproxy run stand before the script." if "--on" in ctx.args else ""
         raise ConfigurationError(f"no context is chosen. Name a worker: skyproxy run --on NAME SCRIPT.{late}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import contextvars
+import difflib
 import json
 import os
 import secrets
@@ -100,6 +101,20 @@ class Script:
         return self.target if self.is_module else Path(self.target).name
 
 
+def script_missing(script: str, as_module: str) -> str:
+    """Return the message for a script that is not there: the nearest of its folder, or how a module is run."""
+    path = Path(script)
+    where = f"there is no script {script!r} in {os.getcwd()}."
+    if path.is_dir():
+        return f"{where} That is a folder."
+    if not path.suffix:
+        return f"{where} For a module: {as_module}."
+    if not path.parent.is_dir():
+        return f"{where} There is no folder {str(path.parent)!r}."
+    near = difflib.get_close_matches(path.name, (each.name for each in path.parent.glob("*" + path.suffix)), n=1)
+    return f"{where} Did you mean {str(path.with_name(near[0]))!r}?" if near else where
+
+
 def describe_script(
     target: str | os.PathLike[str],
     args: Sequence[object] = (),
@@ -121,7 +136,7 @@ def describe_script(
     else:
         path = Path(text).absolute()
         if not path.is_file():
-            raise ConfigurationError(f"there is no script {text!r} in {os.getcwd()}. For a module: module=True.")
+            raise ConfigurationError(script_missing(text, "module=True"))
         text, folder = str(path), str(path.parent)
     is_count = type(procs_per_node) is int and procs_per_node >= 1
     if not is_count and procs_per_node not in PROCESS_COUNTS:

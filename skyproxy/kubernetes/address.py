@@ -174,8 +174,21 @@ def load_library() -> Any:
     return kubernetes_asyncio
 
 
-def _make_library_error() -> LibraryMissingError:
+def load_yaml() -> Any:
+    """The package yaml.
+
+    Raises:
+        LibraryMissingError: it is not installed.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise _make_library_error("yaml") from error
+    return yaml
+
+
+def _make_library_error(library: str = _LIBRARY) -> LibraryMissingError:
     return LibraryMissingError(
-        f"talking to a Kubernetes cluster needs {_LIBRARY}, which is not installed here. "
+        f"talking to a Kubernetes cluster needs {library}, which is not installed here. "
         f"Install it: {install_command('kubernetes')}"
     )

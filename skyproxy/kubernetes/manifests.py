@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skyproxy.errors import ClusterError, ConfigurationError
-from skyproxy.kubernetes.address import ClusterAddress
+from skyproxy.kubernetes.address import ClusterAddress, load_yaml
 from skyproxy.kubernetes.api_server import GROUP, Manifest
 from skyproxy.kubernetes.client import APPLY, PLURAL, VERSION, ClusterClient
 from skyproxy.kubernetes.versions import check_version
@@ -52,6 +52,7 @@ def render(folder: Path) -> list[Manifest]:
 
     Raises:
         ConfigurationError: it uses what we do not know.
+        LibraryMissingError: yaml is not installed.
     """
     objects = _render(folder)
     order = {kind: number for number, kind in enumerate(_FIRST)}
@@ -59,8 +60,7 @@ def render(folder: Path) -> list[Manifest]:
 
 
 def _render(folder: Path) -> list[Manifest]:
-    import yaml
-
+    yaml = load_yaml()
     path = folder / "kustomization.yaml"
     kustomization = yaml.safe_load(path.read_text(encoding="utf-8"))
     unknown = sorted(kustomization.keys() - _KNOWN_FIELDS)

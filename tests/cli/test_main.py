@@ -186,6 +186,11 @@ def test_the_command_line_loads_no_torch() -> None:
         (("up", "me@gpu-box"), "a host to log in to, with ssh://"),
         (("up", "ssh:/gpu-box"), "a host to log in to, with ssh://"),
         (("run", "nowhere.py"), "there is no script 'nowhere.py'"),
+        (("run", str(Path(__file__).with_name("test_mian.py"))), "/test_main.py'?"),
+        (("run", "."), "That is a folder"),
+        (("run", "nowhere/train.py"), "There is no folder 'nowhere'"),
+        (("run", "train"), "For a module: skyproxy run -m train"),
+        (("up", "x", "--provider", "moon"), "Invalid value for '--provider': 'moon' is not one of"),
         (("run", __file__, "--on", "dev"), "stand before the script"),
     ],
 )
@@ -193,6 +198,29 @@ def test_a_beginners_mistake_is_told_as_such(home: Path, arguments: tuple[str, .
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("install",),
+        ("install", "--dry-run"),
+        ("install", "--namespace", "team"),
+        ("gpus",),
+        ("up", "dev", "--provider", "kubernetes"),
+        ("list", "--provider", "kubernetes"),
+        ("down", "dev", "--namespace", "team"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_for_clusters_says_which_library_is_not_installed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    monkeypatch.setitem(sys.modules, "kubernetes_asyncio", None)
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "is not installed here. Install it: pip install" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("url", ["ws://127.0.0.1:99999", "ws://127.0.0.1:x", "gpu-box", "http://127.0.0.1:1", "ws://"])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import skyproxy
-from skyproxy.errors import LimitExceededError, RemoteError, UnsupportedOpError
+from skyproxy.errors import ConnectError, LimitExceededError, RemoteError, UnknownDeviceError, UnsupportedOpError
 from skyproxy.protocol.messages import Failure, RequestId
 from skyproxy.session.failures import remote_error
 from skyproxy.tensor.core.devices import DEVICES
@@ -101,6 +101,47 @@ def test_a_traceback_ends_near_the_users_line(sky: str, mistake: str) -> None:
         MISTAKES[mistake](sky)
     assert len(ours(caught.value)) <= 2
     assert not hasattr(caught.value, "__notes__")
+
+
+FIRST_LINES: dict[str, Callable[[str], object]] = {
+    "to": lambda on: torch.ones(3).to(on),
+    "zeros": lambda on: torch.zeros(3, device=on),
+    "tensor": lambda on: torch.tensor([1.0, 2.0], device=on),
+    "as_tensor": lambda on: torch.as_tensor([1.0, 2.0], device=on),
+    "randn": lambda on: torch.randn(3, device=on),
+}
+
+
+@pytest.mark.parametrize("first", FIRST_LINES)
+def test_a_device_that_is_not_there_is_told_at_the_users_line(sky: str, first: str) -> None:
+    with pytest.raises(UnknownDeviceError) as caught:
+        FIRST_LINES[first]("sky:77")
+    assert ours(caught.value) == []
+
+
+@pytest.mark.parametrize("first", FIRST_LINES)
+def test_a_worker_that_cannot_be_had_is_told_at_the_users_line(
+    sky: str, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    monkeypatch.setattr(DEVICES, "_devices", [])
+    monkeypatch.setattr(DEVICES, "start_default", unreachable)
+    with pytest.raises(ConnectError) as caught:
+        FIRST_LINES[first]("sky:0")
+    assert ours(caught.value) == []
+
+
+def unreachable() -> None:
+    raise ConnectError("nobody answers there")
+
+
+def test_what_asks_for_devices_does_not_show_how_a_worker_was_looked_for(
+    sky: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DEVICES, "_devices", [])
+    monkeypatch.setattr(DEVICES, "start_default", unreachable)
+    with pytest.raises(ConnectError) as caught:
+        torch.sky.device_count()
+    assert ours(caught.value) == ["device_count", "at"]
 
 
 def test_only_what_depends_on_it_is_poisoned(sky: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyproxy.errors import ConfigurationError, UnknownDeviceError
+from skyproxy.errors import SELF_EXPLAINING, ConfigurationError, UnknownDeviceError
 from skyproxy.interrupts import shielded
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.session import Session
@@ -257,7 +257,11 @@ class Devices:
                 return
             if self.start_default is None:
                 raise ConfigurationError("no sky device exists. Connect one with skyproxy.connect(url, token=...).")
-            self.start_default()
+            try:
+                self.start_default()
+            except SELF_EXPLAINING as error:
+                error.__traceback__ = None
+                raise
 
     def names(self) -> str:
         return ", ".join(f"sky:{d.index} ({d.worker_device})" for d in self._devices) or "none"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from skyproxy.errors import SELF_EXPLAINING
 from skyproxy.tensor.core.torch_private import DispatchKey, has_kernel
 from skyproxy.tensor.dispatch.factories import create
 from skyproxy.tensor.dispatch.op_info import OpInfo, info_of
@@ -24,9 +25,13 @@ def kernel(name: str) -> Callable[..., object]:
         if not infos:
             infos.append(info_of(getattr(getattr(torch.ops.aten, packet_name), overload_name or "default")))
         info = infos[0]
-        if info.creates:
-            return create(info, info.func, args, kwargs)
-        result = record(info, info.func, args, kwargs)
+        try:
+            if info.creates:
+                return create(info, info.func, args, kwargs)
+            result = record(info, info.func, args, kwargs)
+        except SELF_EXPLAINING as error:  # of a worker that did not start, too: this may be a program's first operation
+            error.__traceback__ = None
+            raise
         return _run_on_wrapper(info, args, kwargs) if result is NotImplemented else result
 
     return run

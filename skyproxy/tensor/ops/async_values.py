@@ -83,7 +83,13 @@ def prefetch(*tensors: torch.Tensor) -> list[PendingTensor]:
         (value,) = skyproxy.prefetch(loss)  # asked for, not waited for
         print(value.result().item())
         ```
+
+    Raises:
+        TypeError: one is no tensor.
     """
+    for value in tensors:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"prefetch() takes tensors, not {type(value).__name__}: skyproxy.prefetch(loss, accuracy)")
     return [PendingTensor(tensor) for tensor in tensors]
 
 

@@ -69,3 +69,8 @@ def test_local_tensors_are_simply_there() -> None:
     x.add_(1)
     assert pending.done()
     assert pending.result().tolist() == [1, 1]
+
+
+def test_what_is_no_tensor_is_refused_before_anything_is_asked_for(sky: str) -> None:
+    with pytest.raises(TypeError, match=r"prefetch\(\) takes tensors, not int"):
+        skyproxy.prefetch(torch.ones(2, device=sky), 3)  # type: ignore[arg-type]
