@@ -40,6 +40,7 @@ with explain_missing_names():
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._prims_common.wrappers import _maybe_resize_out as maybe_resize_out
     from torch._prims_common.wrappers import _safe_copy_out as safe_copy_out
+    from torch._subclasses import fake_tensor as fake_tensors
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.utils import _pytree as pytree
@@ -158,6 +159,7 @@ __all__ = [
     "disable_current_modes",
     "disabled_torch_function",
     "explain_missing_names",
+    "fake_tensors",
     "flash_attention_enabled",
     "function_transform_level",
     "has_kernel",

@@ -21,7 +21,7 @@ from skyproxy import patching
 from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor, is_wrapper_class
-from skyproxy.tensor.core.torch_private import OpOverload
+from skyproxy.tensor.core.torch_private import OpOverload, fake_tensors
 
 _disabled = torch._C._disabled_torch_function_impl
 _make_plain_subclass = torch.Tensor._make_subclass
@@ -229,7 +229,25 @@ def _swapping(swap_tensors: Callable[..., None]) -> Callable[..., None]:
     return swap_all
 
 
+def _taking_own(is_foreign: Callable[[object], bool]) -> Callable[[object], bool]:
+    """Have fake modes take remote tensors as plain ones, for which they make fakes, or which they refuse."""
+
+    def is_foreign_class(argument: object) -> bool:
+        return type(argument) not in OWN_CLASSES and is_foreign(argument)
+
+    return is_foreign_class
+
+
 def _install_for_devices() -> None:
+    if not patching.is_replaced(fake_tensors, "_check_for_subclass_arg"):
+        patching.wrap(
+            fake_tensors,
+            "_check_for_subclass_arg",
+            _taking_own,
+            why="fake modes leave classes with a dispatch of their own alone: operations on remote tensors ran there",
+            test="tests/tensor/torch_api/test_subclasses.py::test_a_fake_mode_takes_remote_tensors_as_plain_ones",
+            when=patching.When.FIRST_DEVICE,
+        )
     if not patching.is_replaced(torch.Tensor, "__new__"):
         patching.replace(
             torch.Tensor,

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
@@ -464,3 +466,24 @@ def test_parameters_of_a_class_are_saved(sky1: str) -> None:
         assert loaded.device == torch.device(place)
         found.append((isinstance(loaded, nn.Parameter), loaded.tolist(), loaded.requires_grad))
     assert found[0] == found[1]
+
+
+def _beside_fakes(device: str) -> list[object]:
+    """What a traced function and two fake modes make of a tensor that is no fake, and what it holds then."""
+    known = torch.arange(3.0).to(device)
+    traced = make_fx(lambda x: x * 2 + known.sin(), tracing_mode="fake", _allow_non_fake_inputs=True)(known)
+    said: list[object] = [[node.name for node in traced.graph.nodes], traced(known).tolist()]
+    for allowed in (False, True):
+        with FakeTensorMode(allow_non_fake_inputs=allowed) as mode:
+            fake = mode.from_tensor(torch.ones(3, device="meta")).to(device)
+            for attempt in (lambda: known + 1, lambda: known.add_(1), lambda fake=fake: fake * known):
+                try:
+                    said.append(type(attempt()).__name__.replace("RemoteTensor", "Tensor"))
+                except AssertionError as error:
+                    said.append(str(error).partition(" Found in")[0])
+    return [*said, known.tolist()]
+
+
+def test_a_fake_mode_takes_remote_tensors_as_plain_ones(sky1: str) -> None:
+    """Modes that allow tensors which are no fakes make fakes of them; others refuse them; none changes their values."""
+    assert _beside_fakes(sky1) == _beside_fakes("cpu")
