@@ -51,6 +51,8 @@ def _to_copy(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict
         if target is None or target.type != "sky":
             return NotImplemented
         device = DEVICES.of(target)
+        if type(tensor) in _DTYPES_OF_NUMBERS:  # C++ gives the number of a tensor that it has made of one: TorchScript
+            tensor = torch.scalar_tensor(tensor, dtype=_DTYPES_OF_NUMBERS[type(tensor)], device="cpu")
         dtype = rest.pop("dtype", None)
         layout = rest.pop("layout", None)
         if layout is not None and layout is not tensor.layout:

@@ -130,3 +130,12 @@ def test_lazy_bits_come_back_from_views_with_gaps_in_the_right_order(
         c = torch.complex(torch.arange(24.0).view(4, 6), torch.arange(1.0, 25.0).view(4, 6))
         theirs, ours = LAZY[kind](c), WAYS[way](LAZY[kind](c.to(sky1)))
         assert torch.equal(ours.resolve_conj().resolve_neg(), theirs.resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize("number", [0.5, 3, True, 1j])
+@pytest.mark.parametrize("dtype", [None, torch.complex64])
+def test_a_number_that_stands_for_a_tensor_is_moved(number: complex, dtype: torch.dtype | None, sky1: str) -> None:
+    """C++ hands the tensor that it has made of a number over as the number, as TorchScript does with a constant."""
+    ours, theirs = (torch.ops.aten._to_copy(number, dtype=dtype, device=torch.device(d)) for d in (sky1, "cpu"))
+    assert (ours.device, ours.dtype) == (torch.device(sky1), theirs.dtype)
+    assert torch.equal(ours.cpu(), theirs)
