@@ -42,6 +42,8 @@ class Liveness:
 
 _SLOWEST_BYTES_PER_SECOND = 32 << 10
 """The speed of a link that is still waited for: an answer comes behind what was sent before it."""
+_MOST_ON_ITS_WAY_BYTES = 16 << 20
+"""What systems and proxies on the way may hold of what was sent; the rest of it has arrived, or was never taken."""
 _ABSENCE_SECONDS = 1.0
 
 
@@ -72,7 +74,8 @@ class QuietConnection:
         """
         if received != self._received or not is_awaited:
             self._received, self._sent_before, self._heard_at = received, sent, now
-        on_its_way_seconds = (sent - self._sent_before) / _SLOWEST_BYTES_PER_SECOND
+        on_its_way_bytes = min(sent - self._sent_before, _MOST_ON_ITS_WAY_BYTES)
+        on_its_way_seconds = on_its_way_bytes / _SLOWEST_BYTES_PER_SECOND
         is_gone = self._liveness.is_gone(now, self._heard_at + on_its_way_seconds)
         is_to_be_asked = now - max(self._heard_at, self._asked_at) >= self._silence_seconds / 4
         if is_to_be_asked:

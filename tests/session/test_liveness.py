@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from skyproxy.session.liveness import Liveness, QuietConnection, StalledOperations
 
 
@@ -59,6 +61,14 @@ def test_an_answer_behind_much_that_was_sent_has_more_time() -> None:
     assert not any(quiet.look(now / 2, 2 << 20, 7, is_awaited=True)[0] for now in range(3, 70))
     assert quiet.look(40.0, 2 << 20, 7, is_awaited=True)[0] is False  # it was stopped itself
     assert any(quiet.look(40 + now / 2, 2 << 20, 7, is_awaited=True)[0] for now in range(20))
+
+
+def test_however_much_was_sent_is_not_waited_for_without_an_end() -> None:
+    """A link of a gigabyte a second takes much between two answers, and most of it has arrived."""
+    quiet = QuietConnection(silence_seconds=4.0, now=0.0)
+    assert not any(quiet.look(now / 2, (now % 2) << 32, 7, is_awaited=True)[0] for now in range(2))
+    looks = [quiet.look(now / 2, 1 << 32, 7, is_awaited=True)[0] for now in range(2, 1200)]
+    assert looks.index(True) / 2 == pytest.approx(516, abs=2)
 
 
 def test_operations_that_an_idle_worker_does_not_execute_are_stalled_however_much_they_are() -> None:
