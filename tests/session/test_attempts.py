@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from skyproxy.errors import AuthenticationError, ConnectError, SessionLostError
+from skyproxy.interrupts import DeferringSignalHandler
 from skyproxy.session import attempts
 from skyproxy.session.attempts import attempt
 from skyproxy.session.reconnector import Reconnector
@@ -108,3 +110,21 @@ def test_a_session_that_is_over_says_why_it_is(clock: Clock) -> None:
     with pytest.raises(SessionLostError, match="the worker is gone"):
         attempt(over, act)
     assert clock.pauses == []
+
+
+def test_what_an_alarm_raises_is_the_programs(clock: Clock) -> None:
+    struck = ConnectError("the program's own")
+
+    def ring(*_: object) -> NoReturn:
+        raise struck
+
+    handler = DeferringSignalHandler(ring)
+
+    def act() -> str:
+        if not clock.pauses:
+            handler(signal.SIGALRM, None)
+        return "done"
+
+    with pytest.raises(ConnectError) as caught:
+        attempt(session(), act)
+    assert caught.value is struck

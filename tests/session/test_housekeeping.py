@@ -115,3 +115,50 @@ def test_looks_at_what_waits_do_not_do_the_chores_each_time() -> None:
         recorder.unsent += 1
         made._look(began + number * 0.003)
     assert len(done) == 6
+
+
+def looks_at_silence(made: Any, seconds: int) -> None:
+    begun = made.last_heard
+    for second in range(1, seconds + 1):
+        made._look_for_signs(begun + second)
+
+
+def watching(outage: SimpleNamespace | None) -> tuple[Any, list[str], list[str]]:
+    """Return housekeeping with three connections, the names of those that it cut, and why it ended the session."""
+    cut: list[str] = []
+    links: list[Any] = [
+        SimpleNamespace(cut=lambda name=name: cut.append(name)) for name in ("operations", "bulk", "calls")
+    ]
+    reconnector: Any = SimpleNamespace(is_active=True, outage=outage) if outage is not None else None
+    ended: list[str] = []
+    uploads: Any = SimpleNamespace(last_progress=0.0)
+    settings = Settings(silence_seconds=10.0, liveness_timeout_seconds=30.0, ping_interval_seconds=2.0)
+    recorder: Any = SimpleNamespace()
+    made = Housekeeping(recorder, uploads, links[0], links[1], settings, ended.append, reconnector)
+    made.auxiliary.append(links[2])
+    return made, cut, ended
+
+
+def test_all_connections_of_a_silent_worker_are_cut_where_they_are_made_anew() -> None:
+    made, cut, ended = watching(SimpleNamespace(is_going_on=False))
+    looks_at_silence(made, 10)
+    assert not cut
+    looks_at_silence(made, 11)
+    assert (cut, ended) == (["operations", "bulk", "calls"], [])
+    looks_at_silence(made, 10)
+    assert len(cut) == 3, "they have their time anew"
+
+
+def test_while_a_connection_is_made_anew_none_is_cut_for_silence() -> None:
+    made, cut, ended = watching(SimpleNamespace(is_going_on=True))
+    looks_at_silence(made, 60)
+    assert not cut
+    assert not ended
+
+
+def test_a_silent_worker_whose_connections_are_not_made_anew_is_given_up() -> None:
+    made, cut, ended = watching(None)
+    looks_at_silence(made, 32)
+    assert not ended
+    looks_at_silence(made, 33)
+    assert (cut, ended) == ([], ["the worker answered nothing for 30 s"])
