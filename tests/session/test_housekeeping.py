@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
+from skyproxy.protocol.messages import Pong
 from skyproxy.session.housekeeping import Housekeeping
 from skyproxy.settings import Settings
 
@@ -162,3 +164,24 @@ def test_a_silent_worker_whose_connections_are_not_made_anew_is_given_up() -> No
     assert not ended
     looks_at_silence(made, 33)
     assert (cut, ended) == ([], ["the worker answered nothing for 30 s"])
+
+
+def test_what_cannot_leave_beside_a_thread_that_records_is_not_tried_at_each_look() -> None:
+    made, _, _ = housekeeping()
+    made._recorder = recorder = _Recorder()
+    recorder.unsent, tried = 4, []
+    recorder.flush_unless_busy = lambda: bool(tried.append(1))  # type: ignore[func-returns-value,method-assign]
+    for now in (1.0, 1.004, 1.005, 1.006):
+        made._flush_stale(now)
+    assert len(tried) == 1
+    made._flush_stale(1.008)
+    assert len(tried) == 2
+
+
+def test_only_the_answer_to_the_latest_ping_tells_how_long_a_round_trip_takes() -> None:
+    made, _, _ = housekeeping()
+    made._asked_at = (3, time.monotonic() - 1.0)
+    made.on_pong(Pong(2))
+    assert made.round_trip_seconds == 0.0
+    made.on_pong(Pong(3))
+    assert made.round_trip_seconds >= 1.0

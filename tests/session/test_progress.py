@@ -180,3 +180,26 @@ def test_in_a_notebook_the_bar_is_one_display_that_empties(monkeypatch: pytest.M
     bar.close()
     assert shown[-1] == {"text/plain": "", "text/html": ""}
     assert len(shown) == 3
+
+
+class CountedWaiter(Waiter):
+    """A wait that ends with its third look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def done_within(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        if len(self.waits) == 3:
+            self.set("landed")
+        return self.done
+
+
+def test_a_bar_comes_after_its_second_and_is_drawn_often_from_then_on() -> None:
+    waiter = CountedWaiter()
+    bar = Bar(lambda: None)
+    with TransferWatch("upload", lambda: (1, 4), True, lambda text: bar, lambda: 5.0) as watch:
+        assert watch.wait(waiter) == "landed"
+    assert waiter.waits == [progress.PATIENCE_SECONDS, *[progress._REFRESH_SECONDS] * 2]
+    assert len(bar.figures) == 2
