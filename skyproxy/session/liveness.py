@@ -43,7 +43,7 @@ class Liveness:
 _SLOWEST_BYTES_PER_SECOND = 32 << 10
 """The speed of a link that is still waited for: an answer comes behind what was sent before it."""
 _MOST_ON_ITS_WAY_BYTES = 16 << 20
-"""What systems and proxies on the way may hold of what was sent; the rest of it has arrived, or was never taken."""
+"""The bytes that systems and proxies on the way may hold; the rest of what was sent has arrived, or was never taken."""
 _ABSENCE_SECONDS = 1.0
 
 
