@@ -52,7 +52,7 @@ logger = logging.getLogger("skyproxy.server")
 _LOOK_SECONDS = 1.0
 _CLOSE_PLUGINS_SECONDS = 0.5  # less than a client waits before it kills us
 _at_once: list[Callable[[], object]] = []
-"""What an embedded worker does last: it ends at once with its parent, and closes nothing."""
+"""End an embedded worker, at once with its parent: nothing is closed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
