@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from skyproxy.protocol.digests import content_digest
+from skyproxy.protocol.messages import Welcome
 from skyproxy.session.offers import UploadDedup, UploadMode
+from skyproxy.settings import Settings
 
 MIB = 1 << 20
 
@@ -69,3 +73,12 @@ def test_the_name_is_the_one_that_the_worker_gives() -> None:
     data = memoryview(bytes(range(256)) * 40_000)
     assert chooser.digest(data) == content_digest(data)
     chooser.end()
+
+
+@pytest.mark.parametrize("blob_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("blobs", [0, 3])
+@pytest.mark.parametrize("remembers", [False, True])
+def test_both_sides_must_keep_uploads(blob_bytes: int, blobs: int, remembers: bool) -> None:
+    welcome = Welcome(1, "session", {}, [], {"blob_bytes": blob_bytes, "blobs": blobs})
+    agreed = UploadDedup.agreed(welcome, Settings(remember_uploads=remembers))
+    assert (agreed._keeps, agreed._had_blobs) == (remembers and blob_bytes > 0, blobs > 0)
