@@ -21,7 +21,7 @@ from skyproxy.collector import collector_paused, set_loaded_aside
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.checkpoints import remove_left_folders
 from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
-from skyproxy.runtime.lifecycle import LIFECYCLE
+from skyproxy.runtime.lifecycle import close_at_once
 from skyproxy.settings import SETTINGS
 from skyproxy.snapshots.stores import is_address, open_store
 from skyproxy_server import audit, auth
@@ -50,7 +50,6 @@ from skyproxy_server.tokens import Tokens
 logger = logging.getLogger("skyproxy.server")
 
 _LOOK_SECONDS = 1.0
-_CLOSE_PLUGINS_SECONDS = 0.5  # less than a client waits before it kills us
 _at_once: list[Callable[[], object]] = []
 """End an embedded worker, at once with its parent: nothing is closed."""
 
@@ -214,11 +213,7 @@ def _end_with_parent(descriptor: int) -> None:
             pass
     except OSError:
         pass
-    # What plugins hold open may need a goodbye; on a thread, because that may hang.
-    patience = (None, _CLOSE_PLUGINS_SECONDS)
-    closing = threading.Thread(target=LIFECYCLE.close, args=patience, name="skyproxy-hooks", daemon=True)
-    closing.start()
-    closing.join(_CLOSE_PLUGINS_SECONDS)
+    close_at_once()
     if mark := os.environ.get(MARK_VARIABLE):
         end_marked(mark)
     for remove in _at_once:

@@ -11,15 +11,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 from skyproxy.errors import ConfigurationError, PluginError, text_of
 from skyproxy.runtime.calls import current_call
 from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, instance_info
 from skyproxy.runtime.plugin import Plugin, has_hook, name_of, reporting
+from skyproxy.runtime.project_code import PROJECT_CODE
 
 logger = logging.getLogger("skyproxy")
 
 _CLOSE_LOCK_SECONDS = 2.0
+_AT_ONCE_SECONDS = 0.4  # twice that is less than a client waits before it kills its worker
 _ABORT_SECONDS = 2.0
 _WAY_SECONDS = 5.0
 """The time that the hooks of a client without a connection have to be left for those of another pool."""
@@ -318,6 +321,17 @@ def open_hooks(plugins: bytes) -> None:
 def close_hooks(pool: str) -> None:
     """Leaves the hooks of a pool's plugins in this process."""
     LIFECYCLE.close(pool)
+
+
+def close_at_once() -> None:
+    """Leave all hooks and remove the files that programs have sent, in a process that ends at once.
+
+    On threads: a hook may hang, and what still hangs for 0.4 s each is left.
+    """
+    for close in (partial(LIFECYCLE.close, None, _AT_ONCE_SECONDS), PROJECT_CODE.close):
+        closing = threading.Thread(target=close, name="skyproxy-hooks", daemon=True)
+        closing.start()
+        closing.join(_AT_ONCE_SECONDS)
 
 
 def abort_calls(calls: list[str], timeout_seconds: float) -> dict[str, bool]:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.connection import Connection
 from skyproxy.protocol.messages import BULK, OPERATIONS, WORKER, Hello, Welcome
-from skyproxy.runtime.lifecycle import LIFECYCLE
+from skyproxy.runtime.lifecycle import close_at_once
 from skyproxy.settings import SETTINGS
 from skyproxy.transport.base import Transport
 from skyproxy.transport.stream import PlainStream
@@ -42,7 +42,6 @@ logger = logging.getLogger("skyproxy.server")
 _LOOK_SECONDS = 0.25
 _PAUSE_SECONDS = 0.002
 _SAVE_AGAIN_SECONDS = 5.0
-_CLOSE_PLUGINS_SECONDS = 0.5
 _CLEANUP_SECONDS = 30.0
 """The time that interrupted functions have at least to clean up before their process ends."""
 
@@ -360,10 +359,7 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
     except BaseException:
         logging.getLogger("skyproxy.server").exception("the session's process ended by an internal error")
     finally:
-        patience = (None, _CLOSE_PLUGINS_SECONDS)
-        closing = threading.Thread(target=LIFECYCLE.close, args=patience, name="skyproxy-hooks", daemon=True)
-        closing.start()
-        closing.join(_CLOSE_PLUGINS_SECONDS)
+        close_at_once()
         sys.stdout.flush()
         sys.stderr.flush()
         # At once: daemon threads may be in the middle of native code, and there is nothing that they must finish.

@@ -8,17 +8,21 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyproxy.errors import ConfigurationError, PluginError
 from skyproxy.runtime import CallContext, InstanceInfo, entered_call, instance_info
+from skyproxy.runtime import lifecycle as lifecycle_module
 from skyproxy.runtime.lifecycle import Lifecycle, Task, environment, free_ports, open_hooks, port_for, wait_in_slices
 from skyproxy.runtime.plugin import Plugin, has_hook, name_of
+from skyproxy.runtime.project_code import ProjectCode
 
 INFO = InstanceInfo(job="pool/1")
 
@@ -360,3 +364,20 @@ def test_a_wait_in_slices_ends_with_its_time() -> None:
     assert wait_in_slices(never, 0.0) is False
     assert wait_in_slices(lambda seconds: True, 100.0) is True
     assert max(slices) <= 0.5
+
+
+def test_a_process_that_ends_at_once_removes_what_programs_have_sent_though_a_hook_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(lifecycle_module, "_AT_ONCE_SECONDS", 0.01)
+    code, gate, done = ProjectCode(), threading.Event(), threading.Event()
+    monkeypatch.setattr(code, "close", lambda: done.set() if ProjectCode.close(code) is None else None)
+    monkeypatch.setattr(lifecycle_module, "PROJECT_CODE", code)
+    monkeypatch.setattr(lifecycle_module.LIFECYCLE, "close", lambda *_: gate.wait(60))
+    code.receive("a", [True], {(0, "module.py"): b"x = 1"})
+    assert [path.name for path in tmp_path.rglob("*.py")] == ["module.py"]
+    lifecycle_module.close_at_once()
+    assert done.wait(60)
+    gate.set()
+    assert list(tmp_path.iterdir()) == []
