@@ -11,6 +11,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from skyproxy.errors import ConfigurationError
 from skyproxy.node import Node
 from skyproxy.nodes import list_nodes
 from skyproxy.profiling import profiles
@@ -21,6 +22,7 @@ from skyproxy.webview.workers import ask_worker_status
 
 _INTERVAL_SECONDS = 2.0
 _FRAME_HEIGHT = 640
+_HIGHEST_PORT = 65535
 
 
 class WebView:
@@ -101,6 +103,7 @@ def ui(port: int = 0) -> WebView:
         port: where to listen; 0: a free one.
 
     Raises:
+        ConfigurationError: there is no such port.
         OSError: the port is taken.
 
     Example:
@@ -111,6 +114,8 @@ def ui(port: int = 0) -> WebView:
         ```
     """
     global _open
+    if not 0 <= port <= _HIGHEST_PORT:
+        raise ConfigurationError(f"there is no port {port}. Choose one up to {_HIGHEST_PORT}, or 0 for a free one.")
     with _opening:
         if _open is None or not _open.is_open:
             _open = WebView(port)

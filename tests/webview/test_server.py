@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import skyproxy
+from skyproxy.errors import ConfigurationError
 from skyproxy.webview.server import PageServer
 from tests.integration.programs import wait_for
 
@@ -194,3 +196,9 @@ def test_who_used_a_link_is_told_of_and_a_closed_server_listens_no_more() -> Non
     server.close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", port), 5).close()
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"no port {port}"):
+        skyproxy.ui(port)
