@@ -400,7 +400,7 @@ def remote_error_class(foreign: type[BaseException]) -> type[RemoteError]:
         "__str__": Exception.__str__,
         "__reduce_ex__": reduce,
     }
-    return type("Remote" + foreign.__name__, (RemoteError, foreign), body)
+    return type("Remote" + foreign.__name__.lstrip("_"), (RemoteError, foreign), body)
 
 
 def _remote_error(foreign: type[BaseException], args: tuple[object, ...]) -> RemoteError:

@@ -92,6 +92,8 @@ MISTAKES: dict[str, Callable[[str], object]] = {
     "an array": lambda on: bad_lookup(on).numpy(force=True),
     "printed": lambda on: repr(bad_lookup(on)),
     "a singular matrix": lambda on: torch.linalg.inv(torch.zeros(2, 2, device=on)),
+    "an index": lambda on: torch.ones(3, device=on)[torch.tensor([9], device=on)],
+    "a label": lambda on: nn.functional.cross_entropy(torch.ones(1, 3, device=on), torch.tensor([9], device=on)),
 }
 
 
@@ -101,6 +103,22 @@ def test_a_traceback_ends_near_the_users_line(sky: str, mistake: str) -> None:
         MISTAKES[mistake](sky)
     assert len(ours(caught.value)) <= 2
     assert not hasattr(caught.value, "__notes__")
+
+
+ACROSS_DEVICES: dict[str, Callable[[str], object]] = {
+    "a sum": lambda on: torch.ones(3, device=on) + torch.ones(3),
+    "a batch on the CPU": lambda on: nn.Linear(3, 4).to(on)(torch.ones(2, 3)),
+    "a model on the CPU": lambda on: nn.Linear(3, 4)(torch.ones(2, 3, device=on)),
+    "in place": lambda on: torch.ones(3).add_(torch.ones(3, device=on)),
+}
+
+
+@pytest.mark.parametrize("mistake", ACROSS_DEVICES)
+def test_the_traceback_of_mixed_devices_ends_near_the_users_line(sky: str, mistake: str) -> None:
+    with pytest.raises(RuntimeError, match="same device") as caught:
+        ACROSS_DEVICES[mistake](sky)
+    assert type(caught.value) is RuntimeError
+    assert len(ours(caught.value)) <= 2
 
 
 FIRST_LINES: dict[str, Callable[[str], object]] = {

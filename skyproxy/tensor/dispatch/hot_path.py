@@ -159,7 +159,11 @@ def dispatch_remote(
             error.__traceback__ = None
             raise
     if info.first is not None:
-        taken = info.first(info, args)
+        try:
+            taken = info.first(info, args)
+        except SELF_EXPLAINING as error:
+            error.__traceback__ = None
+            raise
         if taken is not None:
             return taken
     device = None
