@@ -130,8 +130,15 @@ FIRST_LINES: dict[str, Callable[[str], object]] = {
 }
 
 
+@pytest.fixture
+def wrapped(sky: str, sky1: str) -> None:
+    """PyTorch's functions for tensors are wrapped, as where another device than the first was current once."""
+    with torch.sky.device(sky1):
+        pass
+
+
 @pytest.mark.parametrize("first", FIRST_LINES)
-def test_a_device_that_is_not_there_is_told_at_the_users_line(sky: str, first: str) -> None:
+def test_a_device_that_is_not_there_is_told_at_the_users_line(sky: str, wrapped: None, first: str) -> None:
     with pytest.raises(UnknownDeviceError) as caught:
         FIRST_LINES[first]("sky:77")
     assert ours(caught.value) == []
@@ -139,7 +146,7 @@ def test_a_device_that_is_not_there_is_told_at_the_users_line(sky: str, first: s
 
 @pytest.mark.parametrize("first", FIRST_LINES)
 def test_a_worker_that_cannot_be_had_is_told_at_the_users_line(
-    sky: str, monkeypatch: pytest.MonkeyPatch, first: str
+    sky: str, wrapped: None, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     monkeypatch.setattr(DEVICES, "_devices", [])
     monkeypatch.setattr(DEVICES, "start_default", unreachable)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container
 import torch
 
 from skyproxy import patching
+from skyproxy.errors import SELF_EXPLAINING
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.torch_api.tensor_methods import copy_with_warning
 
@@ -53,7 +54,11 @@ def _with_number(function: Callable[..., object]) -> Callable[..., object]:
                     kwargs["device"] = like.device
                 kwargs["device"] = torch.device(kwargs["device"])  # type: ignore[call-overload]
                 return copy_with_warning(name, like.dtype, source, **kwargs)  # type: ignore[arg-type]
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except SELF_EXPLAINING as error:
+            error.__traceback__ = None
+            raise
 
     return call
 
