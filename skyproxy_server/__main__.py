@@ -51,7 +51,7 @@ logger = logging.getLogger("skyproxy.server")
 
 _LOOK_SECONDS = 1.0
 _at_once: list[Callable[[], object]] = []
-"""End an embedded worker, at once with its parent: nothing is closed."""
+"""Calls that an embedded worker makes last: it ends at once with its parent, and closes nothing else."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
