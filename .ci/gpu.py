@@ -179,7 +179,7 @@ def run_tests(stage: Stage, paths: Sequence[str], options: argparse.Namespace, v
         status = run_limited(command, variables, options.limit_seconds, ROOT)
         if report.exists():
             read_report(stage, report)
-    if status is None or time.monotonic() - started > options.limit_seconds * 0.95:
+    if status is None or time.monotonic() - started > options.limit_seconds * 0.85:
         stage.outcome = "out of time"
     elif status:
         stage.outcome = "FAILED"

@@ -42,5 +42,8 @@ def run_limited(
 
 
 def session_timeout(limit_seconds: float) -> str:
-    """Return the option by which pytest notices the time itself, and still writes its report of what ran."""
-    return f"--session-timeout={limit_seconds * 0.95:.0f}"
+    """Return the option by which pytest notices the time itself, and still writes its report of what ran.
+
+    Tests that have begun go on to their ends first: on a machine with a GPU, 10 of 200 s were too few for that.
+    """
+    return f"--session-timeout={limit_seconds * 0.85:.0f}"

@@ -58,6 +58,7 @@ def activate() -> None:
             global_modes,
             graph_capture,
             interpolation,
+            local_accelerator,
             modules,
             registration,
             serialization,
@@ -99,6 +100,7 @@ def activate() -> None:
         generators.install()
         autocast.install()
         accelerator.install()
+        local_accelerator.install()
         streams.install()
         graph_capture.install()
         cuda_like_names.install()

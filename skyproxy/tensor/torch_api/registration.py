@@ -17,6 +17,7 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.dispatch.kernels import kernel
 from skyproxy.tensor.dispatch.op_info import is_decomposed
 from skyproxy.tensor.dispatch.recording import dispatch
+from skyproxy.tensor.torch_api import local_accelerator
 from skyproxy.tensor.torch_api.autograd import Guard, Hooks
 
 _NATIVE = frozenset({"aten::detach"})
@@ -80,7 +81,9 @@ def _name_device(module: object, setup: Callable[..., object]) -> None:
             backends.generate_methods_for_privateuse1_backend()
             torch._register_device_module("sky", module)
         else:
+            local_accelerator.before_naming()
             setup("sky", backend_module=module, hook=Hooks(), device_guard=Guard())
+            local_accelerator.after_naming()
             _is_named = True
         backends.generate_methods_for_privateuse1_backend(
             for_tensor=False, for_module=False, for_packed_sequence=False, for_storage=True
