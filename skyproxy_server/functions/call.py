@@ -312,12 +312,14 @@ class FunctionCall:
             raise ConfigurationError(f"this worker cannot run {self.name} in a process of its own")
         apart = IsolatedCall(self._nursery, self._devices, self._settings, loan)
         self._interrupts.append(apart.stop)
-        if not self.ended:  # else it was cancelled before it could be told
-            try:
+        try:
+            if not self.ended:  # else it was cancelled before it could be told
                 apart.run(self, task, pieces, function)
-            except (FunctionCrashedError, LimitExceededError) as error:
-                self.has_run()
-                self.fail({"type": type(error).__name__, "message": str(error), "traceback": ""})
+        except (FunctionCrashedError, LimitExceededError) as error:
+            self.has_run()
+            self.fail({"type": type(error).__name__, "message": str(error), "traceback": ""})
+        finally:
+            loan.tensors.release()
 
     async def _drain(self, generator: Any, returning: ResultWriter) -> None:
         async for item in generator:

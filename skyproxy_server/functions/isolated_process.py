@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -84,8 +85,7 @@ class IsolatedFunction:
                     break
         except ChannelClosedError:
             pass
-        finally:
-            end(0)
+        end(0)
 
     def _debug(self, message: Start) -> None:
         """Pass on what whoever looks at this function says."""
@@ -102,6 +102,8 @@ class IsolatedFunction:
 
     def _on_end(self) -> None:
         if self._cancelled or not self._told_end:
+            if not self._cancelled and (error := sys.exception()) is not None:
+                traceback.print_exception(error, file=sys.__stderr__)  # this process ends before its thread would
             end(1)
 
     def send_event(self, call: str, event: OutgoingEvent) -> None:
@@ -117,6 +119,10 @@ class IsolatedFunction:
                 self._told_end = event.kind in LAST
         except (ChannelClosedError, OSError) as error:
             os.write(2, f"what the function has made cannot be passed on: {error}\n".encode())
+            raise SessionLostError(str(error)) from error
+        except Exception as error:
+            # The call has ended as far as its thread knows, so nobody else says why nothing came of it.
+            os.write(2, f"what the function has made cannot be passed on:\n{traceback.format_exc()}".encode())
             raise SessionLostError(str(error)) from error
 
     def _send_values(self, event: OutgoingEvent) -> None:
@@ -192,14 +198,14 @@ def put_generator_states(states: Sequence[Sequence[Any]]) -> None:
 
 def main(control: int, out: int, err: int) -> NoReturn:
     """Be the process of a function, from the fork to its end; it waits for its call first."""
+    for descriptor, target in ((out, 1), (err, 2)):  # first: what goes wrong from here on, the caller can read
+        os.dup2(descriptor, target)
+        os.close(descriptor)
     limits.end_with(os.getppid())
     limits.adopt_orphans()
     limits.set_name("skyproxy-func")
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for descriptor, target in ((out, 1), (err, 2)):
-        os.dup2(descriptor, target)
-        os.close(descriptor)
     channel = ControlChannel(socket.socket(fileno=control))
     try:
         message, descriptors = channel.receive()

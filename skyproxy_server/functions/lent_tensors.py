@@ -139,11 +139,14 @@ class LentTensors:
         return changed
 
     def release(self) -> None:
-        """The borrower has ended."""
+        """The borrower has ended, or there is none: nothing is lent, or kept, any more."""
         counters, self._counters = self._counters, []
         for handle, offset in counters:
             # It never counts down itself, see `Borrowed`: what a process that crashed has used would never be free.
             torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)
+        # Whatever still refers to this call, such as an error's frames, keeps no memory of its session.
+        self.tensors, self._keys = [], []
+        self._own.clear()
         self._copied.clear()
 
 
@@ -196,6 +199,8 @@ class Borrowed:
         files: Sequence[int],
     ) -> None:
         rest = iter(files)
+        if any(kind == "cuda" for kind, _ in storages):
+            torch.cuda.init()  # opening a handle does not by itself prepare PyTorch's allocator
         # Held until the process ends: with the last tensor, CUDA's count of users would go down, and down once more
         # when the lender learns of the end.
         self._storages = [_borrow(kind, value, rest) for kind, value in storages]

@@ -12,6 +12,7 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 import warnings
 from dataclasses import dataclass
 
@@ -88,6 +89,9 @@ class ForkedChildren:
                 from skyproxy_server.functions.isolated_process import main as be_function
 
                 be_function(control, out, err)
+            except BaseException:
+                # Where its caller reads what the function prints; where that is not set up yet, in the worker's log.
+                traceback.print_exc(file=sys.__stderr__)
             finally:
                 os._exit(1)
         for descriptor in (control, out, err):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import torch
+from torch._C import DispatchKey
 
 from skyproxy import patching
 from skyproxy.errors import ConfigurationError
@@ -32,10 +33,18 @@ def _is_pinned(self: torch.Tensor, device: torch.device | str | int | None = Non
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | str | int | None = None) -> torch.Tensor:
-    """A copy, as PyTorch makes one. Uploads read ordinary memory just as fast: the network is what takes time."""
-    if not DEVICES.existing():
+    """A copy, as PyTorch makes one: pinned for CUDA where this machine has it.
+
+    Without CUDA it is in ordinary memory, which uploads read just as fast: the network is what takes time.
+    """
+    if torch.cuda.is_available():
+        copy: torch.Tensor = torch.ops.aten._pin_memory.default._op_dk(
+            DispatchKey.CompositeExplicitAutograd, self, torch.device("cuda")
+        )
+    elif DEVICES.existing():
+        copy = self.clone(memory_format=torch.contiguous_format)
+    else:
         raise RuntimeError(_NO_ACCELERATOR)
-    copy = self.clone(memory_format=torch.contiguous_format)
     copy.untyped_storage()._sky_pinned = True  # type: ignore[attr-defined]
     return copy
 
@@ -43,10 +52,9 @@ def _pin_memory(self: torch.Tensor, device: torch.device | str | int | None = No
 def _install_pinning() -> None:
     """PyTorch asks its accelerator for pinned memory, and would find us without an allocator for it.
 
-    With CUDA on this machine, memory is pinned for CUDA.
+    Whether this machine has CUDA is asked when memory is pinned. Asked here, it would start CUDA's driver with the
+    import of this package, and no process that is forked afterwards could use a GPU.
     """
-    if torch.cuda.is_available():
-        return
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's kernel is replaced on purpose

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,9 +102,13 @@ def test_no_view_reaches_beyond_its_memory(description: Description) -> None:
 
 
 class FakeCuda:
-    """CUDA's sharing of memory between processes, as strict as torch is: each share is released once."""
+    """CUDA's sharing of memory between processes, as strict as torch is.
+
+    Each share is released once, and handles are opened in a process that has initialised CUDA.
+    """
 
     def __init__(self) -> None:
+        self.is_initialized = False
         self.shared: dict[bytes, torch.UntypedStorage] = {}
         self.open: set[tuple[bytes, int]] = set()
 
@@ -115,11 +120,15 @@ class FakeCuda:
         return 0, handle, storage.nbytes(), 0, *counter, b"event", True
 
     def new(self, *handle: Any) -> torch.UntypedStorage:
+        assert self.is_initialized
         device, name, size, offset, counter, position, event, must_wait = handle
         assert (device, offset, event, must_wait) == (0, 0, b"event", True)
         assert (counter, position) in self.open
         assert self.shared[name].nbytes() == size
         return self.shared[name]
+
+    def init(self) -> None:
+        self.is_initialized = True
 
     def release(self, counter: bytes, position: int) -> None:
         self.open.remove((counter, position))
@@ -128,6 +137,7 @@ class FakeCuda:
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "init", fake.init)
     monkeypatch.setattr(lent_tensors, "kind_of", lambda storage: "cuda")
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: fake.share(storage), raising=False)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fake.new, raising=False)
@@ -146,3 +156,15 @@ def test_memory_of_a_gpu_is_lent_where_it_is_and_released_once(fake_cuda: FakeCu
     lent.release()
     lent.release()
     assert not fake_cuda.open
+
+
+def test_what_was_lent_is_not_kept_by_whoever_still_knows_of_the_loan(fake_cuda: FakeCuda) -> None:
+    given = torch.zeros(2)
+    lent = LentTensors([given], [given])
+    lent.describe()
+    tensor, storage = weakref.ref(given), weakref.ref(given.untyped_storage())
+    fake_cuda.shared.clear()
+    del given
+    assert storage() is not None
+    lent.release()
+    assert (tensor(), storage()) == (None, None)

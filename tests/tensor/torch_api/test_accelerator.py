@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -27,6 +29,33 @@ def test_pinning_works_without_cuda_and_without_warnings(sky1: str) -> None:
         assert not pinned.clone().is_pinned()
         assert pinned.pin_memory() is pinned
         assert torch.equal(pinned.to(sky1, non_blocking=True).cpu(), x)
+
+
+_IMPORTS = """
+import importlib, os, torch
+torch._C._cuda_getDeviceCount = lambda: os._exit(3)  # it starts the driver of CUDA
+for name in ("skyproxy.tensor.activation", "skyproxy_server.functions.isolated_process",
+             "skyproxy_server.isolation.session_process"):
+    importlib.import_module(name)
+assert "sky" in str(torch.device("sky"))
+"""
+
+
+def test_an_import_does_not_start_cuda_so_that_processes_forked_after_it_can() -> None:
+    assert subprocess.run([sys.executable, "-c", _IMPORTS], timeout=100, check=False).returncode == 0
+
+
+def test_with_cuda_memory_is_pinned_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def pin(key: torch._C.DispatchKey, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        asked.append((key.name, device.type))
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.aten._pin_memory.default, "_op_dk", pin)
+    pinned = torch.ones(2).pin_memory()
+    assert (pinned.is_pinned(), asked) == (True, [("CompositeExplicitAutograd", "cuda")])
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "multiprocessing_context": "spawn"}])
