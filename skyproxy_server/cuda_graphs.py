@@ -156,6 +156,7 @@ class CudaDriver:
                 except Exception:
                     with contextlib.suppress(RuntimeError):
                         generator.set_state(state)
+                    _forget_last_error()
                     raise
         for value in made.values():
             if isinstance(value, torch.Tensor) and value.device != torch.device("cuda", self._index):
@@ -165,6 +166,16 @@ class CudaDriver:
     def launch(self, graph: Any) -> None:
         with self._enter_device():
             graph.replay()
+
+
+def _forget_last_error() -> None:
+    """Have CUDA forget that a capture broke: the next library that looks for errors of its own kernels would find it.
+
+    Each launch of PyTorch's asks for the last error, and asking forgets it. cuSOLVER, run just after such a capture,
+    says CUSOLVER_STATUS_EXECUTION_FAILED without this.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def replayer_for(places: list[list[Any]], recording: Recording, random: RandomState) -> CudaReplayer | None:

@@ -195,11 +195,15 @@ def _admitting_sky(check: Callable[..., object]) -> Callable[..., object]:
     return validate_device
 
 
-def _compile_fx(self: object, model_: Any, inputs_: Sequence[object], *, config_patches: object = None) -> object:
-    """Compile a graph as plain `torch.compile` does: inductor here, unless its tensors are remote."""
+def _compile_fx(self: object, model_: Any, inputs_: Sequence[object], **options: object) -> object:
+    """Compile a graph as plain `torch.compile` does: inductor here, unless its tensors are remote.
+
+    Args:
+        options: of inductor; torch 2.11 has none.
+    """
     if compiler.touches_sky(model_, inputs_):
         return compiler.sky_backend(model_, inputs_)
-    return _plain_compile_fx(self, model_, inputs_, config_patches=config_patches)
+    return _plain_compile_fx(self, model_, inputs_, **options)
 
 
 _plain_compile_fx: Callable[..., object]
