@@ -1,10 +1,10 @@
-"""Lets this machine's own GPU compute gradients and pin memory beside `sky`.
+"""Lets this machine's own GPU compute gradients beside `sky`.
 
 PyTorch's C++ knows one accelerator a process, and takes an out-of-tree device for it as soon as that has a name. From
 then on its autograd engine finds no streams for nodes of the machine's own GPU and ends each backward there with an
-internal assertion (pytorch/pytorch#161129), and pinned memory is asked of a device that has none. Nothing takes a name
-back. What C++ asks is a byte in libc10, `c10::is_privateuse1_backend_registered()`; here it is found by that function's
-code, believed only if it changed when the device got its name, and cleared while the GPU has its turn.
+internal assertion (pytorch/pytorch#161129). Nothing takes a name back. What C++ asks is a byte in libc10,
+`c10::is_privateuse1_backend_registered()`; here it is found by that function's code, believed only if it changed when
+the device got its name, and cleared while the GPU has its turn.
 
 While it is cleared, C++ calls our device "privateuseone", in every thread. So backward on `sky` and on the GPU take
 turns among threads, and a thread should not use `sky` otherwise while another one runs backward on the GPU.
@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import platform
 import struct
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +26,6 @@ import torch
 
 from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy.tensor.core.remote_tensor import RemoteTensor
 
 _TURN_SECONDS = 600.0
 """How long a thread waits for the others' backward passes of the other kind."""
@@ -246,31 +243,6 @@ def _refuse(error: RuntimeError) -> NoReturn:
     raise RuntimeError(text) from error
 
 
-def _pinning(original: Callable[..., torch.Tensor]) -> Callable[..., object]:
-    @functools.wraps(original)
-    def pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
-        """Pin for this machine's own GPU: ours reads ordinary memory, and PyTorch would ask ours."""
-        if device is not None or isinstance(self, RemoteTensor) or self.device.type != "cpu":
-            return original(self, device)
-        if self.is_pinned():
-            return self
-        return torch.ops.aten._pin_memory(self, torch.device("cuda"))  # type: ignore[no-any-return]
-
-    return pin_memory
-
-
-def _finding_pinned(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def is_pinned(self: torch.Tensor, device: object = None) -> bool:
-        if device is not None or isinstance(self, RemoteTensor) or self.device.type != "cpu":
-            return original(self, device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # it wants to ask the accelerator, which would be ours
-            return original(self, torch.device("cuda"))
-
-    return is_pinned
-
-
 def install() -> None:
     """Let this machine's own GPU have its turn, if it has one; after the device has its name."""
     if _local_type is None:
@@ -282,12 +254,3 @@ def install() -> None:
         why="beside a device with a name, the engine fails on this machine's own GPU",
         test=f"{_TESTS}::test_backward_on_the_machines_own_gpu_is_what_it_was",
     )
-    if torch.cuda.is_available():
-        for name, make in (("pin_memory", _pinning), ("is_pinned", _finding_pinned)):
-            patching.wrap(
-                torch.Tensor,
-                name,
-                make,
-                why="memory is pinned for this machine's own GPU, and PyTorch would ask ours",
-                test="tests/gpu/test_beside_local_cuda.py::test_memory_is_pinned_for_the_local_gpu",
-            )

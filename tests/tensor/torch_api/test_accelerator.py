@@ -33,6 +33,8 @@ def test_pinning_works_without_cuda_and_without_warnings(sky1: str) -> None:
 
 _IMPORTS = """
 import importlib, os, torch
+known = torch._C._accelerator_getAccelerator
+torch._C._accelerator_getAccelerator = lambda: known() or torch.device("cuda")  # a build with CUDA
 torch._C._cuda_getDeviceCount = lambda: os._exit(3)  # it starts the driver of CUDA
 for name in ("skyproxy.tensor.activation", "skyproxy_server.functions.isolated_process",
              "skyproxy_server.isolation.session_process"):
