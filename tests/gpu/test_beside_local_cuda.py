@@ -65,6 +65,7 @@ def test_a_graph_of_both_is_refused(gpu_node: Node) -> None:
 def test_memory_is_pinned_for_the_local_gpu(gpu_node: Node) -> None:
     pinned = torch.arange(4.0).pin_memory()
     assert pinned.is_pinned()
+    assert torch.empty(4, pin_memory=True).is_pinned()
     assert not torch.arange(4.0).is_pinned()
     assert pinned.to("cuda", non_blocking=True).sum().item() == pinned.to(gpu_node.devices[0]).sum().item() == 6
     for (batch,) in DataLoader(TensorDataset(torch.arange(32.0)), 8, pin_memory=True, num_workers=1):

@@ -6,9 +6,10 @@ Before that, both are as PyTorch has them without us: a program that imports sky
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch._C import DispatchKey
@@ -29,7 +30,22 @@ _NO_ACCELERATOR = "Cannot access accelerator device when none is available."
 
 
 def _is_pinned(self: torch.Tensor, device: torch.device | str | int | None = None) -> bool:
-    return "_sky_pinned" in vars(self.untyped_storage())
+    if "_sky_pinned" in vars(self.untyped_storage()):
+        return True
+    if not torch.cuda.is_available():
+        return False
+    if device is not None or threading.current_thread() is not threading.main_thread():
+        return bool(_plain("is_pinned", self))
+    # PyTorch wants to ask its accelerator, which would be ours. The warning is the method's, so it comes in here.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The argument 'device'", DeprecationWarning)
+        return self.is_pinned("cuda")
+
+
+def _plain(name: str, tensor: torch.Tensor) -> object:
+    """What PyTorch's own kernel says for CUDA."""
+    op = getattr(torch.ops.aten, name).default
+    return op._op_dk(DispatchKey.CompositeExplicitAutograd, tensor, torch.device("cuda"))
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | str | int | None = None) -> torch.Tensor:
@@ -38,9 +54,7 @@ def _pin_memory(self: torch.Tensor, device: torch.device | str | int | None = No
     Without CUDA it is in ordinary memory, which uploads read just as fast: the network is what takes time.
     """
     if torch.cuda.is_available():
-        copy: torch.Tensor = torch.ops.aten._pin_memory.default._op_dk(
-            DispatchKey.CompositeExplicitAutograd, self, torch.device("cuda")
-        )
+        copy = cast(torch.Tensor, _plain("_pin_memory", self))
     elif DEVICES.existing():
         copy = self.clone(memory_format=torch.contiguous_format)
     else:

@@ -47,6 +47,15 @@ def test_an_import_does_not_start_cuda_so_that_processes_forked_after_it_can() -
     assert subprocess.run([sys.executable, "-c", _IMPORTS], timeout=100, check=False).returncode == 0
 
 
+def test_with_cuda_pytorch_itself_says_what_is_pinned_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not torch.ones(2).is_pinned()
+    with pytest.warns(DeprecationWarning, match="argument 'device'"):
+        assert not torch.ones(2).is_pinned("cuda")
+
+
 def test_with_cuda_memory_is_pinned_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
