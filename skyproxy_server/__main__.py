@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from skyproxy import import_watcher
 from skyproxy.collector import collector_paused, set_loaded_aside
@@ -31,6 +32,7 @@ from skyproxy_server.arguments import parser
 from skyproxy_server.blob_backends import BlobBackend, FolderBackend
 from skyproxy_server.blobs import BlobStore, usable_memory_bytes
 from skyproxy_server.certificates import Certificate
+from skyproxy_server.endings import LOST_STATUS
 from skyproxy_server.inventory import DeviceRow, inventory
 from skyproxy_server.invitation import invite
 from skyproxy_server.isolation import options
@@ -224,6 +226,12 @@ def _end_with_parent(descriptor: int) -> None:
     os._exit(0)
 
 
+def _end_without_context() -> NoReturn:
+    """End the process, which has lost its CUDA context, as a crash would: whoever looks after it starts another."""
+    close_at_once()
+    os._exit(LOST_STATUS)
+
+
 def _ssl_context(certificate: Path | None, key: Path | None) -> Callable[[], ssl.SSLContext] | None:
     if certificate is None and key is None:
         return None
@@ -309,6 +317,7 @@ def _session_host(arguments: argparse.Namespace, devices: list[DeviceRow], blobs
         functions=not arguments.no_functions,
         snapshots=_snapshots(arguments),
     )
+    host.on_context_lost = _end_without_context
     if not arguments.embedded:  # whose volume nobody else has
         host.keep_names()
     return host

@@ -6,6 +6,8 @@ import os
 import signal
 from dataclasses import dataclass
 
+LOST_STATUS = 70
+"""The exit status of a process that has lost its CUDA context, see `lost_context`; EX_SOFTWARE of <sysexits.h>."""
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 
 
@@ -54,6 +56,8 @@ class ProcessEnding:
             return ""
         if self.signal_number == signal.SIGKILL:
             return "Most often, memory ran out: use smaller batches, or a worker with more memory. "
+        if self.status == LOST_STATUS:
+            return "A kernel broke its CUDA context; SKYPROXY_LAUNCH_BLOCKING=1 finds the statement. "
         if self.signal_number in _CRASHES:
             return "An operation or a function crashed it; SKYPROXY_LAUNCH_BLOCKING=1 finds the statement. "
         return "A function may have ended it. "

@@ -15,6 +15,7 @@ from skyproxy_server.cancelling import CommandSkipper
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.failures import Failed, PoisonedError, is_out_of_memory
 from skyproxy_server.inventory import DeviceRow
+from skyproxy_server.lost_context import CONTEXT, ContextLostError
 from skyproxy_server.reports import Deferred
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots import controls as snapshot_controls
@@ -70,6 +71,7 @@ class Executor:
 
         Raises:
             ProtocolError: the batch is malformed; the session cannot go on.
+            ContextLostError: nor can it without the CUDA context of the process, which is lost.
         """
         stream, slots, gates, handlers = batch.stream, self._values.slots, self._values.gates, self._ops.handlers
         closed = gates.closed
@@ -122,8 +124,9 @@ class Executor:
 
         Raises:
             ProtocolError: the command is malformed.
+            ContextLostError: the CUDA context of the process is lost.
         """
-        if isinstance(error, ProtocolError):
+        if isinstance(error, ProtocolError | ContextLostError):
             raise error
         try:
             return self._poison(stream, position, error)
@@ -163,16 +166,18 @@ class Executor:
     def _defer(self, answer: Deferred, request: int, name: str, position: int) -> None:
         """Let another thread answer a question, whose batch may be long over then."""
         reports, sequence = self._reports, self._reports.sequence
-        answer.tell(
-            partial(reports.reply, request),
-            lambda error: reports.refuse(request, Failed(error, name, sequence, position)),
-        )
+
+        def refuse(error: Exception) -> None:
+            CONTEXT.note(error)
+            reports.refuse(request, Failed(error, name, sequence, position))
+
+        answer.tell(partial(reports.reply, request), refuse)
 
     def _do(self, slots: dict[int, object], stream: list[Any], position: int) -> int:
         name, arguments = stream[position + 1 : position + 3]
         try:
             _control(name)(self.state, *arguments)
-        except ProtocolError:
+        except (ProtocolError, ContextLostError):
             raise
         except PoisonedError as error:  # the failure is known already
             self._poison_results(name, arguments, error.failed)

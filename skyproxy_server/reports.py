@@ -10,6 +10,7 @@ from collections.abc import Callable
 from skyproxy.protocol.messages import Buffer, Failure, Message, Reply, RequestId, Warned
 from skyproxy_server.failures import Failed
 from skyproxy_server.kernel_warnings import KernelWarning
+from skyproxy_server.lost_context import raise_if_lost
 
 _REMEMBERED_FAILURES = 100
 _RECENT_FAILURES = 10
@@ -102,10 +103,14 @@ class Reports:
             op: the command's name.
             position: where it stands in its batch.
             sequence: the batch; by default the one that is being executed.
+
+        Raises:
+            ContextLostError: the CUDA context of the process is lost with it.
         """
         failed = Failed(error, op, self.sequence if sequence is None else sequence, position)
         if self.graph is not None:
             failed.record["graph"] = self.graph
+        raise_if_lost(error, failed)
         self.recent.append((time.time(), failed))
         if len(self.unreported) < _REMEMBERED_FAILURES:
             self.unreported.append(failed)

@@ -81,6 +81,7 @@ class Transfers:
         blobs: where uploads are kept; None for a worker that keeps none.
         lasting: whether the bulk connection may be replaced when it breaks.
         on_cancel_operations: called with the number of each `CancelOperations`, on the thread that receives.
+        on_device_failure: called where a device does not give its values, by whichever thread notices.
         on_load: called so with what the client says of itself unasked.
         has_left: tells whether the client is gone for good, so that nothing comes any more.
     """
@@ -129,6 +130,7 @@ class Transfers:
         self._is_detached = False
         self._ended = False
         self.on_cancel_operations: Callable[[int], object] = lambda number: None
+        self.on_device_failure: Callable[[RuntimeError], object] = lambda error: None
         self.has_left: Callable[[], bool] = lambda: False
         self.on_load: Callable[[dict[str, int]], object] = lambda load: None
 
@@ -457,6 +459,7 @@ class Transfers:
                     self._moved()
                 offset += len(piece)
         except RuntimeError as error:  # the device has failed; whoever asked for the values learns of it
+            self.on_device_failure(error)
             with contextlib.suppress(SessionLostError):
                 transport.send(CancelTransfer(departure.number, f"the values could not be read: {error!r:.500}"))
 

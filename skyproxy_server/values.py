@@ -13,6 +13,7 @@ from skyproxy.errors import InferenceMismatchError, ProtocolError
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.gates import Gates, storage_key
 from skyproxy_server.layouts import decode_all, restore_look
+from skyproxy_server.lost_context import raise_if_lost
 from skyproxy_server.reports import Reports
 from skyproxy_server.signatures import Signature
 
@@ -214,6 +215,9 @@ class Values:
             position: where it stands in its batch.
             op: its name.
             give: sends the answer.
+
+        Raises:
+            ContextLostError: the CUDA context of the process is lost.
         """
         try:
             give()
@@ -222,7 +226,9 @@ class Values:
         except ProtocolError:
             raise
         except Exception as error:
-            self.refuse(request, Failed(error, op, self._reports.sequence, position))
+            failed = Failed(error, op, self._reports.sequence, position)
+            raise_if_lost(error, failed)
+            self.refuse(request, failed)
 
     def forget(self) -> None:
         """Forget all of it: the session is over."""

@@ -6,11 +6,13 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from skyproxy.errors import LimitExceededError
 from skyproxy.protocol.messages import Hello, Welcome
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS, Settings
@@ -29,6 +31,7 @@ from skyproxy_server.functions.connection import FunctionsConnection
 from skyproxy_server.functions.registry import Calls
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
+from skyproxy_server.lost_context import CONTEXT, break_off
 from skyproxy_server.named_sessions import NamedSession, NamedSessions
 from skyproxy_server.silence import SilenceWatch
 from skyproxy_server.snapshots.keeping import NameKeeper
@@ -122,6 +125,7 @@ class WorkerHost:
     Attributes:
         calls: the functions of all clients; None if there may be none.
         on_session_end: called with each session that is over.
+        on_context_lost: called when the CUDA context of the process is lost, and all clients know; ends the process.
         named: what outlives sessions; None where nothing does.
     """
 
@@ -154,6 +158,8 @@ class WorkerHost:
         self._saving = threading.Lock()
         self._silence = SilenceWatch(settings.client_silence_seconds, self._lasting_clients)
         self.on_session_end: Callable[[WorkerSession], object] = lambda session: None
+        self.on_context_lost: Callable[[], object] = lambda: None
+        CONTEXT.on_lost = self._break_off
         if functions:
             self.calls = Calls(devices, settings, self._activity)
             LIFECYCLE.make_way = self._make_way
@@ -188,8 +194,10 @@ class WorkerHost:
             secret: what the client takes it up again with, likewise.
 
         Raises:
-            LimitExceededError: there are too many sessions.
+            LimitExceededError: there are too many sessions, or the process is about to end.
         """
+        if CONTEXT.is_lost:
+            raise LimitExceededError("This process of the worker ends, for its CUDA context is lost; try again.")
         client = client_of(transport)
         calls = self.calls if client.may(FUNCTIONS) else None
         session = WorkerSession(
@@ -204,6 +212,7 @@ class WorkerHost:
             on_detach=self._limit_detached,
             secret=secret,
             make_room=self._make_room,
+            on_context_lost=lambda origin, words: CONTEXT.lose(words, partial(self._break_off, origin=origin)),
         )
         if self.named is not None:
             session.use_names(self.named)
@@ -265,6 +274,13 @@ class WorkerHost:
         logger.info("session %s is taken up again", session.identity[:8])
         welcome = dataclasses.replace(self._welcome(session), received=received)
         return _Resumed(welcome, session.lasting, transport, attempt)
+
+    def _break_off(self, words: str, origin: WorkerSession | None = None) -> None:
+        """End the process without a CUDA context; see `lost_context.break_off`."""
+        with self._lock:
+            sessions = list(self._sessions.values())  # held from here on, so that nobody frees what they have
+        break_off(sessions, origin, words, 2 * self._settings.close_timeout_seconds)
+        self.on_context_lost()
 
     def end_lasting(self) -> None:
         """End the sessions that last: whoever lends them connections will lend no others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import secrets
@@ -14,7 +15,7 @@ import torch
 
 from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.connection import State
-from skyproxy.protocol.messages import Ack, Pong, Sequence
+from skyproxy.protocol.messages import Ack, Failure, Pong, RequestId, Sequence
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
 from skyproxy_server import audit
@@ -28,6 +29,7 @@ from skyproxy_server.functions.registry import Calls
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lasting import LastingTransport
 from skyproxy_server.leaving import LEAVING, EndNotice
+from skyproxy_server.lost_context import CONTEXT, ContextLostError
 from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.named_sessions import NamedSessions, NamedValueRequests
 from skyproxy_server.session_report import (
@@ -74,6 +76,7 @@ class WorkerSession:
         on_detach: Callable[[], object] = lambda: None,
         secret: bytes = b"",
         make_room: Callable[[WorkerSession], bool] = lambda session: False,
+        on_context_lost: Callable[[WorkerSession, str], object] = lambda session, words: None,
     ) -> None:
         self.identity = identity or secrets.token_hex(16)
         self.client = client_of(transport)
@@ -96,6 +99,8 @@ class WorkerSession:
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executor.state.identity, self._executor.state.calls = self.identity, calls
         self._executor.make_room = lambda: make_room(self)
+        self._on_context_lost = on_context_lost
+        self._transfers.on_device_failure = CONTEXT.note
         self._transfers.on_cancel_operations = self._executor.state.cancellation.ask
         self.calls = calls
         self._leave = EndNotice()
@@ -239,6 +244,11 @@ class WorkerSession:
         self._transport.close("done", reason)
         return self._over.wait(timeout_seconds)
 
+    def break_off(self, reason: str) -> None:
+        """Tell the client that the session is lost with its process, which ends; values are not touched any more."""
+        self._farewell = reason
+        self._transport.close("crashed", reason)
+
     def expire(self, reason: str, timeout_seconds: float = 0.0) -> bool:
         """End the session if it has no connection; return whether it is over in time."""
         if self.lasting is None or not self.is_detached:
@@ -301,6 +311,11 @@ class WorkerSession:
                             unacked = 0
             except SessionLostError:
                 return
+            except ContextLostError as lost:
+                with contextlib.suppress(SessionLostError):
+                    # Before the goodbye: the client knows which line recorded the command as long as it lives.
+                    state.reports.send(Failure(RequestId(0), {**lost.failed.record, "type": "ContextLostError"}))
+                self._on_context_lost(self, lost.words)
             except ProtocolError as error:
                 logger.warning("session %s ended: %s", self.identity[:8], error)
                 transport.close("protocol", str(error))
@@ -352,7 +367,8 @@ class WorkerSession:
         if self.calls is not None:
             self.calls.session_ended(self.identity)
         self._transfers.end()
-        self._executor.end()
+        if not CONTEXT.is_lost:  # else what frees memory of a device aborts the process
+            self._executor.end()
         if self._bulk is not None:
             self._bulk.close("done", self._farewell)
         if self._functions is not None:

@@ -17,6 +17,7 @@ from skyproxy.protocol import commands
 from skyproxy.session.lines import describe_line, op_ordinals
 from skyproxy.session.progress import in_notebook
 from skyproxy.session.recorder import RecordedBatch, Recorder
+from skyproxy.session.signatures import op_name
 from skyproxy.session.waiters import Waiter
 
 PATIENCE_SECONDS = 2.0
@@ -111,9 +112,7 @@ class Backlogs:
     def _name(self, number: int) -> str:
         if number < commands.FIRST_SIGNATURE:
             return _BUILT_IN.get(number, "")
-        structure = self._structures.get(number)
-        name = structure[0] if isinstance(structure, tuple) and structure else ""
-        return name if isinstance(name, str) and "::" in name else "a compiled graph"
+        return op_name(self._structures, number) or "a compiled graph"
 
 
 # --- the line on the screen ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import contextlib
 import re
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from skyproxy.errors import (
     CancelledOperationError,
     InferenceMismatchError,
     LimitExceededError,
+    ProtocolError,
     RemoteError,
     SnapshotError,
     SnapshotNotNowError,
@@ -24,6 +26,7 @@ from skyproxy.errors import (
 )
 from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.protocol.messages import Warned
+from skyproxy.session.crashes import CONTEXT_LOST, explain_loss
 from skyproxy.session.lines import describe_line, find_line
 from skyproxy.session.recorder import RecordedBatch, Recorder
 from skyproxy.session.worker_warnings import WorkerWarnings
@@ -58,10 +61,19 @@ class FailureReports:
         recordings: captured graphs, by number: commands, and the lines that recorded them.
         lines: for the place of a command that failed, the line that recorded it.
         warnings: what the worker warned of and was not shown yet.
+        loss: where the loss of the worker's CUDA context was noticed, in sentences; empty while it has one.
         recent: the latest errors as texts, for the web view: "at", "message", "op", "line", and where it stood.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, structures: Mapping[int, Any] | None = None) -> None:
+        """Make the reports of one session.
+
+        Args:
+            recorder: has the batches that commands stand in.
+            structures: as in `Signatures`.
+        """
+        self.loss = ""
+        self._structures: Mapping[int, Any] = {} if structures is None else structures
         self.recordings: dict[int, RecordedBatch] = {}
         self.lines: dict[tuple[int, int], str] = {}
         self.warnings = WorkerWarnings()
@@ -77,6 +89,9 @@ class FailureReports:
         line = ""
         with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError, RuntimeError):
             line = self._line_of(record)
+        if record.get("type") == CONTEXT_LOST:
+            with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError, ProtocolError):
+                self.loss = explain_loss(record, line, self._recorder, self._structures)
         return self._add_notes(record, line)
 
     @shielded

@@ -70,7 +70,7 @@ class Requests:
         self._waiters = Waiters()
         self._outcomes = _OutcomeWaits()
         self._signatures = Signatures(self.recorder, settings.max_signatures)
-        self._failures = FailureReports(self.recorder)
+        self._failures = FailureReports(self.recorder, self._signatures.structures)
         self._downloads = Downloads(self._waiters)
         self._uploads = uploads
         self.cancelling = Cancelling(self.recorder, self._waiters, self._failures)

@@ -32,6 +32,7 @@ from skyproxy.protocol.messages import (
     Welcome,
 )
 from skyproxy.session.batch_log import BatchLog
+from skyproxy.session.crashes import has_crashed
 from skyproxy.session.handover import Bring, Fresh, OpenAnew
 from skyproxy.session.housekeeping import Housekeeping
 from skyproxy.session.leaving import WorkerEndHandler
@@ -432,7 +433,7 @@ class Session(Requests):
                 self.recorder.flush_unless_busy()
 
     def _on_recovered(self, welcome: Welcome) -> None:
-        self.welcome = welcome
+        self.welcome, self._failures.loss = welcome, ""
         self.recorder.hidden_writes += 1
 
     # --- its end -----------------------------------------------------------------------------------------------------
@@ -443,12 +444,13 @@ class Session(Requests):
         with self._end_lock:
             if self._ended is not None:
                 return
-            how, log = (None if self._closing else self.explain_end()) or ("", "")
+            told = has_crashed(self._operations, self._bulk)  # it waits for us before it ends
+            how, log = (None if self._closing or told else self.explain_end()) or ("", "")
             ended = SessionLostError(
-                f"{f'The worker is gone: {how}' if how else reason}. The tensors that lived there are gone; tensors on "
-                f"the CPU are unharmed. {self.after_end}{log}"
+                f"{f'The worker is gone: {how}' if how else reason}.{self._failures.loss} The tensors that lived there "
+                f"are gone; tensors on the CPU are unharmed. {self.after_end}{log}"
             )
-            ended.process_ended = bool(how)
+            ended.process_ended = bool(how) or told
             self._ended = ended
         self._housekeeping.stop()
         if self.protection is not None:

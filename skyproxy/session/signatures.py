@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import call
 from typing import Any
@@ -12,6 +12,15 @@ from typing import Any
 from skyproxy.errors import LimitExceededError
 from skyproxy.protocol import commands
 from skyproxy.session.recorder import Recorder
+
+
+def op_name(structures: Mapping[int, Any], number: int) -> str:
+    """Return the name of the op with a number: "aten::relu", or "a compiled graph"; empty for one that is not known."""
+    structure = structures.get(number)
+    if structure is None:
+        return ""
+    name = structure[0] if isinstance(structure, tuple) and structure else ""
+    return name if isinstance(name, str) and "::" in name else "a compiled graph"
 
 
 class Signatures:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyproxy.errors import ConfigurationError, FunctionCrashedError, LimitExceededError, text_of
+from skyproxy.errors import ConfigurationError, FunctionCrashedError, LimitExceededError, add_note, text_of
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.tensors import Row, as_leaf
 from skyproxy.runtime.breakpoints import DEBUGGERS, Debugger, Place, describe, is_quit, stop_tracing
@@ -37,6 +37,7 @@ from skyproxy_server.functions.questions import CallQuestions
 from skyproxy_server.functions.results import REMOTE, ResultWriter
 from skyproxy_server.functions.shared_globals import named_device
 from skyproxy_server.inventory import DeviceRow
+from skyproxy_server.lost_context import CONTEXT
 
 _OUTPUT_PIECE = 8192
 """Characters of one output event; a line is sent when it is whole, a longer one in parts."""
@@ -202,6 +203,7 @@ class FunctionCall:
                     self._flush()
                     self.has_run()
                     self._fail(error)
+                CONTEXT.note(error)
                 # If a function bound the error that it raised to a name, its frame holds itself, and all its variables.
                 traceback.clear_frames(error.__traceback__)
             finally:
@@ -353,6 +355,8 @@ class FunctionCall:
         self.events.add(kind, {**pickled.tables, "changed": returning.changed_arguments()}, pickled, kept)
 
     def _fail(self, error: BaseException) -> None:
+        if CONTEXT.on_lost is not None and (words := CONTEXT.explain(error)):  # not in a process of the call's own
+            add_note(error, f"The session ends with this: {words}.")
         folders = PROJECT_CODE.folders(self.session)
         self.events.add("error", *describe_failure(error, self.name, folders, self._plain))
 

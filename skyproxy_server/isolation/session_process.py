@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from skyproxy.errors import ProtocolError, SessionLostError
@@ -25,6 +26,7 @@ from skyproxy_server import audit, limits
 from skyproxy_server.allowed_ops import WITH_FUNCTIONS, open_ops
 from skyproxy_server.auth import Identity
 from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
+from skyproxy_server.endings import LOST_STATUS
 from skyproxy_server.graph_checks import trust_clients
 from skyproxy_server.isolation import call_names
 from skyproxy_server.isolation.session_user import SessionUser, become_for_session
@@ -100,6 +102,7 @@ class SessionProcess:
         else:
             self._host.named = None
         self._host.on_session_end = self._on_session_end
+        self._host.on_context_lost = partial(_end_at_once, LOST_STATUS)
         os.register_at_fork(after_in_child=self._abandon_in_child)
 
     def _abandon_in_child(self) -> None:
@@ -359,11 +362,15 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
     except BaseException:
         logging.getLogger("skyproxy.server").exception("the session's process ended by an internal error")
     finally:
-        close_at_once()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # At once: daemon threads may be in the middle of native code, and there is nothing that they must finish.
-        os._exit(status)
+        _end_at_once(status)
+
+
+def _end_at_once(status: int) -> NoReturn:
+    close_at_once()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: daemon threads may be in the middle of native code, and there is nothing that they must finish.
+    os._exit(status)
 
 
 def _reseed() -> None:

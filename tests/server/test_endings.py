@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from skyproxy_server.endings import ProcessEnding
+from skyproxy_server.endings import LOST_STATUS, ProcessEnding
 from skyproxy_server.limits import are_sessions_separable
 
 if not are_sessions_separable():
@@ -20,6 +20,7 @@ UNKNOWN_SIGNAL = 63
 CASES = [
     (ProcessEnding(), "exited with status 0", "A function may have ended it."),
     (ProcessEnding(status=5), "exited with status 5", "A function may have ended it."),
+    (ProcessEnding(status=LOST_STATUS), "exited with status 70", "SKYPROXY_LAUNCH_BLOCKING=1"),
     (ProcessEnding(signal_number=signal.SIGKILL), "killed by signal 9 (SIGKILL)", "memory ran out"),
     (ProcessEnding(signal_number=signal.SIGSEGV), "killed by signal 11 (SIGSEGV)", "SKYPROXY_LAUNCH_BLOCKING=1"),
     (ProcessEnding(signal_number=signal.SIGABRT), "killed by signal 6 (SIGABRT)", "SKYPROXY_LAUNCH_BLOCKING=1"),

@@ -1,0 +1,82 @@
+"""The loss of a worker's CUDA context, as its client explains it: kernels run later than they are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyproxy.protocol import commands
+from skyproxy.session.lines import describe_line
+from skyproxy.session.recorder import RecordedBatch, Recorder
+from skyproxy.session.signatures import op_name
+from skyproxy.transport.base import Transport
+
+CONTEXT_LOST = "ContextLostError"
+"""The type of the failure that a worker reports before it ends for the loss of its CUDA context."""
+_MOST_SHOWN = 3
+_CHECKED_NAMES = """
+_assert_async _ctc_loss _embedding_bag _embedding_bag_forward_only _index_put_impl _unsafe_index _unsafe_index_put
+bernoulli binary_cross_entropy binary_cross_entropy_backward bincount binomial embedding embedding_dense_backward
+embedding_renorm gather index index_add index_copy index_fill index_put index_reduce index_select masked_scatter
+max_unpool2d max_unpool3d multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward multinomial
+nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot poisson put repeat_interleave
+scatter scatter_add scatter_reduce segment_reduce take
+"""
+_CHECKED = frozenset(_CHECKED_NAMES.split())
+"""The operations of PyTorch whose kernels for CUDA assert something of values, as of indices; in place as well."""
+
+
+def has_crashed(*connections: Transport) -> bool:
+    """Return whether a worker has said on one of these connections that the process behind it is lost."""
+    goodbyes = [item.connection.goodbye for item in connections]
+    return any(goodbye is not None and goodbye.code_name == "crashed" for goodbye in goodbyes)
+
+
+def explain_loss(record: Mapping[str, Any], line: str, recorder: Recorder, structures: Mapping[int, Any]) -> str:
+    """Return sentences on where the loss of a CUDA context was noticed, and on what may have caused it.
+
+    Args:
+        record: the failure, as the worker tells it.
+        line: the line that recorded what failed; an empty text where that is not known.
+        recorder: has the operations that may be to blame.
+        structures: the first part of each is the name of an operation, by the number of its signature.
+    """
+    op = str(record.get("op") or "")
+    known = op.startswith("aten::") or bool(line)
+    noticed = f"at {op}{f', recorded at {line}' if line else ''}" if known else "where the program waited"
+    text = f" Kernels run later than they are recorded: it was noticed {noticed}."
+    suspects: dict[str, None] = {}
+    for name, place in _latest_ops(record, recorder, structures):
+        short = name.removeprefix("aten::").partition(".")[0].rstrip("_")
+        if short in _CHECKED or not name.startswith("aten::"):
+            suspects.setdefault(f"{name}{f', recorded at {place}' if place else ''}")
+        if len(suspects) == _MOST_SHOWN:
+            break
+    if suspects:
+        text += f" Of what ran before, these check their operands on the GPU, the latest first: {'; '.join(suspects)}."
+    return f"{text} SKYPROXY_LAUNCH_BLOCKING=1 finds the statement."
+
+
+def _latest_ops(
+    record: Mapping[str, Any], recorder: Recorder, structures: Mapping[int, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield the name and the line of each operation back to the last one that was waited for, the latest first.
+
+    What failed is among them: with CUDA_LAUNCH_BLOCKING it is to blame itself.
+    """
+    sequence, position = record.get("sequence"), record.get("position")
+    if record.get("graph") is not None or not isinstance(sequence, int) or not isinstance(position, int):
+        return
+    for sent in reversed([batch for batch in recorder.sent_batches() if batch.sequence <= sequence]):
+        for at in reversed(commands.walk(sent.stream, recorder.widths)):
+            if sent.sequence == sequence and at > commands.op_at(sent.stream, position):
+                continue
+            if _waits(sent, at) and (sent.sequence, at) != (sequence, position):
+                return
+            if name := op_name(structures, sent.stream[at]):
+                yield name, describe_line(sent, at, recorder.widths)
+
+
+def _waits(sent: RecordedBatch, at: int) -> bool:
+    number = sent.stream[at]
+    return bool(number == commands.FETCH or (number == commands.CALL and sent.stream[at + 2] == "synchronize"))

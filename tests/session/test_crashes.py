@@ -1,0 +1,76 @@
+"""What a program is told of where the CUDA context of its worker was lost, and of what may have done it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyproxy.protocol import commands
+from skyproxy.session.crashes import explain_loss
+from skyproxy.session.failures import FailureReports
+from skyproxy.session.recorder import Recorder
+from skyproxy.settings import SETTINGS
+
+RELU, EMBED, CUSTOM, SUM = range(commands.FIRST_SIGNATURE, commands.FIRST_SIGNATURE + 4)
+STRUCTURES: dict[int, Any] = {
+    RELU: ("aten::relu",),
+    EMBED: ("aten::embedding",),
+    CUSTOM: ("mine::kernel.x",),
+    SUM: ("aten::sum",),
+}
+CODE = compile("\n" * 6 + "x @ y", "work.py", "exec")
+
+
+def recorded(*ops: int) -> Recorder:
+    """A recorder with a batch for each list of ops; each op takes one operand."""
+    recorder = Recorder(lambda batch: None, lambda: (0, 0), SETTINGS)
+    recorder.widths.update(dict.fromkeys(STRUCTURES, 1))
+    for op in ops:
+        if op == commands.FETCH:
+            recorder.emit((commands.FETCH, 1, 1, 0))
+        elif op:
+            recorder.emit((op, 1))
+            recorder.emit_line((CODE, 2))
+        else:
+            recorder.flush()
+    recorder.flush()
+    return recorder
+
+
+def told(recorder: Recorder, sequence: int, position: int, op: str = "aten::sum", line: str = "x.py:3 in f") -> str:
+    record = {"type": "ContextLostError", "op": op, "sequence": sequence, "position": position, "message": "it broke"}
+    return explain_loss(record, line, recorder, STRUCTURES)
+
+
+def test_operations_before_the_one_that_noticed_are_named_the_latest_first() -> None:
+    said = told(recorded(EMBED, 0, RELU, CUSTOM, SUM, EMBED), 2, 4)
+    place = "recorded at work.py:7 in <module>"
+    assert said.startswith(
+        " Kernels run later than they are recorded: it was noticed at aten::sum, recorded at x.py:3 in f. "
+    )
+    assert f"the latest first: mine::kernel.x, {place}; aten::embedding, {place}. " in said
+    assert said.endswith("SKYPROXY_LAUNCH_BLOCKING=1 finds the statement.")
+
+
+def test_what_was_waited_for_is_not_to_blame() -> None:
+    said = told(recorded(EMBED, commands.FETCH, RELU, SUM), 1, 8)
+    assert "embedding" not in said
+    assert "latest first" not in said
+
+
+def test_the_operation_that_noticed_may_be_to_blame_itself() -> None:
+    assert "aten::embedding" in told(recorded(RELU, EMBED), 1, 2, "aten::embedding")
+
+
+def test_a_wait_that_noticed_is_no_operation() -> None:
+    said = told(recorded(EMBED, SUM, commands.FETCH), 1, 4, "fetch", "")
+    assert "it was noticed where the program waited. " in said
+    assert "aten::embedding" in said
+
+
+def test_places_that_cannot_be_are_left_out() -> None:
+    recorder = recorded(EMBED, SUM)
+    for sequence, position in ((9, 0), (1, 77), (None, None), ("x", [])):
+        reports = FailureReports(recorder, STRUCTURES)
+        record: Any = {"type": "ContextLostError", "op": "aten::sum", "sequence": sequence, "position": position}
+        reports.answer(record)
+        assert "SKYPROXY_LAUNCH_BLOCKING" in reports.loss or not reports.loss
