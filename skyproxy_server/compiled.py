@@ -21,6 +21,7 @@ from skyproxy.errors import ProtocolError, UnsupportedOpError
 from skyproxy.protocol import commands
 from skyproxy_server.allowed_ops import find_overload
 from skyproxy_server.argument_checks import check_constant, enumeration_of
+from skyproxy_server.cuda_staging import on_streams
 from skyproxy_server.graph_checks import (
     MOST_NODES,
     NUMBER,
@@ -308,7 +309,7 @@ def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..
             changes: dict[str, object] = {"fallback_random": True}
             if not torch.cuda.is_available():
                 changes["compile_threads"] = 1
-            with torch.no_grad(), config.patch(changes):
+            with on_streams(()), torch.no_grad(), config.patch(changes):  # tuning computes, too
                 # The module is changed by compiling.
                 copy = torch.fx.GraphModule(torch.nn.Module(), _copy_graph(module.graph))
                 outcome.append(compile_fx(copy, list(args)))

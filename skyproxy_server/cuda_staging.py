@@ -236,12 +236,18 @@ def _enter_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for stream in reversed(streams):  # entering one makes its device the current one
             stack.enter_context(torch.cuda.stream(stream))
+        # The driver keeps a current context for each thread, and cuBLAS warns where there is none. PyTorch sets it only
+        # where it is asked for a device by name: entering a stream or a device that is current already does not.
+        torch.cuda.set_device(torch.cuda.current_device())
         yield
 
 
 def on_streams(streams: Sequence[torch.cuda.Stream]) -> contextlib.AbstractContextManager[None]:
-    """Compute on these streams inside the `with` block; without any, as calls mostly are, at no cost."""
-    return _enter_streams(streams) if streams else _NO_STREAMS
+    """Compute on these streams inside the `with` block, on a thread that is ready for a GPU if this process uses one.
+
+    Without streams, in a process that uses none, as calls mostly are, at no cost.
+    """
+    return _enter_streams(streams) if streams or torch.cuda.is_initialized() else _NO_STREAMS
 
 
 @contextlib.contextmanager

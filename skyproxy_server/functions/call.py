@@ -65,6 +65,7 @@ class FunctionCall:
         activity: Activity,
         nursery: Nursery | None = None,
         threads: CallThreads | None = None,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         self.identity = identity
         self.session = session
@@ -90,6 +91,8 @@ class FunctionCall:
         self._pending: dict[str, str] = {}
         self._begun_lines: dict[str, bool] = {}
         self._threads = threads or CallThreads()
+        self._settle = settle
+        """Waits until what the function has made is computed, where whoever reads it would not."""
         self._thread: threading.Thread | None = None
         self._is_in_thread = False
         """True when something may be raised in that thread: it is this call's, until `_leave`."""
@@ -348,6 +351,7 @@ class FunctionCall:
                 f"{what} of {self.name} cannot be sent back: a {type(value).__qualname__} cannot be pickled "
                 f"({text_of(error)}). Return what can, or keep it on the worker in a module that you import there."
             ) from error
+        self._settle()
         if kind == "item":
             self._wait_for_items()
         else:

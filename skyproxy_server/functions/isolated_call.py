@@ -279,6 +279,8 @@ class IsolatedCall:
             return self._loan.tensors.storage(value)
         if kind == "piece" and type(value) is int and first <= value < len(pieces):
             return pieces[value].untyped_storage()  # type: ignore[no-any-return]
+        if kind == "empty" and type(value) is int:
+            return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", value)).untyped_storage()
         if kind == "cuda":
             return copy_of_lent(value)
         raise ProtocolError(f"a storage of kind {kind!r:.40}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import os
@@ -33,7 +34,7 @@ from skyproxy_server.functions import output, terminal
 from skyproxy_server.functions.call import FunctionCall
 from skyproxy_server.functions.events import OutgoingEvent
 from skyproxy_server.functions.known_functions import KnownFunction
-from skyproxy_server.functions.lent_tensors import Borrowed, kind_of
+from skyproxy_server.functions.lent_tensors import Borrowed, handle_of, kind_of
 from skyproxy_server.functions.memory_files import bytes_of, read_into, write_pieces
 from skyproxy_server.gates import storage_key
 
@@ -60,7 +61,9 @@ class IsolatedFunction:
         self._debugged: DebuggedProcess | None = None
         # The worker takes items one by one, and holds as many as may wait.
         settings = dataclasses.replace(SETTINGS, max_waiting_items=1)
-        self._call = FunctionCall(start["identity"], start["session"], start["devices"], settings, Activity())
+        self._call = FunctionCall(
+            start["identity"], start["session"], start["devices"], settings, Activity(), settle=wait_for_gpus
+        )
         self._call.events.attach(self, 0)
 
     def run(self, task: Start, pieces: Sequence[object], function: KnownFunction | None) -> NoReturn:
@@ -126,8 +129,9 @@ class IsolatedFunction:
             raise SessionLostError(str(error)) from error
 
     def _send_values(self, event: OutgoingEvent) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the worker's streams know nothing of ours
+        if event.kind == "error":
+            with contextlib.suppress(RuntimeError):  # perhaps the very error that is told here: it stays with a context
+                wait_for_gpus()  # for what the function has changed until then
         pieces: list[Buffer | torch.Tensor] = list(event.pieces or ())
         head: dict[str, object] = {"value": event.value, "count": len(pieces)}
         if event.kept:
@@ -163,8 +167,10 @@ class IsolatedFunction:
             return ["argument", argument]
         storage = tensor.untyped_storage()
         if kind_of(storage) == "cuda":
+            if not storage.nbytes():
+                return ["empty", storage.device.index]
             self._lent_to_worker.setdefault(number, []).append(storage)
-            return ["cuda", list(storage._share_cuda_())]
+            return ["cuda", handle_of(storage)]
         pieces.append(torch.empty(0, dtype=torch.uint8).set_(storage))
         return ["piece", len(pieces) - 1]
 
@@ -177,12 +183,26 @@ def end(status: int) -> NoReturn:
     os._exit(status)
 
 
+def wait_for_gpus() -> None:
+    """Wait for all that this process computes on GPUs: the worker's streams know nothing of ours.
+
+    Raises:
+        RuntimeError: it failed, as a whole context does once an index was out of bounds.
+    """
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            # Asked of another GPU, it would begin to use that.
+            if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined,unused-ignore]
+                torch.cuda.synchronize(index)
+
+
 def generator_states() -> list[list[object]]:
     """The states of the default generators of this process: kind, number, state."""
     states: list[list[object]] = [["cpu", 0, torch.get_rng_state().numpy().tobytes()]]
     if torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            states.append(["cuda", index, torch.cuda.get_rng_state(index).numpy().tobytes()])
+        with contextlib.suppress(RuntimeError):  # a context that has failed tells nothing
+            for index in range(torch.cuda.device_count()):
+                states.append(["cuda", index, torch.cuda.get_rng_state(index).numpy().tobytes()])
     return states
 
 

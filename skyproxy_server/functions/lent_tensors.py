@@ -19,6 +19,8 @@ from skyproxy_server.gates import OWN_USES, storage_key
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LONGEST = 1 << 62
+_HANDLE = "_sky_cuda_handle"
+"""An attribute of storages: the address and bytes that were shared, and the handle."""
 
 
 class LentTensors:
@@ -48,7 +50,6 @@ class LentTensors:
         """
         self.tensors = list(tensors)
         self._copied: dict[int, torch.UntypedStorage] = {}
-        self._counters: list[tuple[Any, Any]] = []
         self._keys: list[int] = []
         self._own: dict[int, torch.UntypedStorage] = {}
         for tensor in self.tensors:
@@ -96,15 +97,15 @@ class LentTensors:
         files: list[int] = []
         storages: list[list[object]] = []
         for key, own in self._own.items():
-            if kind_of(own) == "cuda":
-                handle = own._share_cuda_()
-                self._counters.append((handle[4], handle[5]))
-                storages.append(["cuda", list(handle)])
-                continue
-            descriptor = descriptor_of(self._copied.get(key, own)) if own.nbytes() else None
-            if descriptor is not None:
+            if not own.nbytes():
+                storages.append(["empty", str(own.device)])
+            elif kind_of(own) == "cuda":
+                storages.append(["cuda", handle_of(own)])
+            else:
+                descriptor = descriptor_of(self._copied.get(key, own))
+                assert descriptor is not None  # see `_move`
                 files.append(descriptor)
-            storages.append(["file" if descriptor is not None else "empty", own.nbytes()])
+                storages.append(["file", own.nbytes()])
         rows = [
             [numbers[key], torch_codec.encode_description(torch_codec.describe(tensor))]
             for key, tensor in zip(self._keys, self.tensors)
@@ -140,14 +141,31 @@ class LentTensors:
 
     def release(self) -> None:
         """The borrower has ended, or there is none: nothing is lent, or kept, any more."""
-        counters, self._counters = self._counters, []
-        for handle, offset in counters:
-            # It never counts down itself, see `Borrowed`: what a process that crashed has used would never be free.
-            torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)
         # Whatever still refers to this call, such as an error's frames, keeps no memory of its session.
         self.tensors, self._keys = [], []
         self._own.clear()
         self._copied.clear()
+
+
+def handle_of(storage: torch.UntypedStorage) -> list[Any]:
+    """Return how another process has this memory of a GPU, once all that was computed into it is there.
+
+    PyTorch wraps a storage once more with each share, and keeps its memory until that is counted down, which a process
+    that crashes never does. So each storage is shared once and counted down at once; whoever lends it holds it.
+
+    Raises:
+        RuntimeError: this memory cannot be shared.
+    """
+    known = vars(storage).get(_HANDLE)
+    if known is None or known[:2] != (storage.data_ptr(), storage.nbytes()):  # it may have been resized
+        handle = storage._share_cuda_()
+        if handle[4] is not None:  # it has memory
+            torch.UntypedStorage._release_ipc_counter_cuda(handle[4], handle[5])
+        known = (storage.data_ptr(), storage.nbytes(), [*handle[:-1], False])
+        setattr(storage, _HANDLE, known)
+    # Not by the event of the handle, which is that of the first share.
+    torch.cuda.current_stream(storage.device).synchronize()
+    return list(known[2])
 
 
 def kind_of(storage: torch.UntypedStorage) -> str:
@@ -200,9 +218,9 @@ class Borrowed:
     ) -> None:
         rest = iter(files)
         if any(kind == "cuda" for kind, _ in storages):
-            torch.cuda.init()  # opening a handle does not by itself prepare PyTorch's allocator
-        # Held until the process ends: with the last tensor, CUDA's count of users would go down, and down once more
-        # when the lender learns of the end.
+            torch.cuda.init()  # opening a handle does not by itself: it ends the process with SIGSEGV
+        # Held until the process ends: with the last tensor, CUDA's count of users would go down, which the lender has
+        # done already.
         self._storages = [_borrow(kind, value, rest) for kind, value in storages]
         self._numbers = {storage._cdata: number for number, storage in enumerate(self._storages)}
         self.tensors = [
@@ -219,7 +237,7 @@ def _borrow(kind: str, value: Any, files: Iterator[int]) -> torch.UntypedStorage
     if kind == "cuda":
         return torch.UntypedStorage._new_shared_cuda(*value)
     if kind == "empty":
-        return torch.UntypedStorage(value)
+        return torch.empty(0, dtype=torch.uint8, device=value).untyped_storage()
     descriptor = next(files)
     try:
         return mapped_storage(descriptor, value)

@@ -297,6 +297,29 @@ def test_an_exception_keeps_its_class_and_its_traceback(node: skyproxy.Node) -> 
     assert "in fail" in "".join(traceback.format_exception(caught.value))
 
 
+def test_an_error_that_a_gpu_tells_late_is_the_functions_and_comes_though_it_stays(
+    node: skyproxy.Node, sky: str
+) -> None:
+    def play(computes: Any) -> Any:
+        """Play a GPU that says of all it is asked that an index was out of bounds, as a real one does from then on."""
+
+        def fail(index: int) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        torch.cuda.is_initialized = lambda: True
+        torch.cuda.device_count = lambda: 1
+        torch._C._cuda_hasPrimaryContext = lambda index: True  # type: ignore[attr-defined]
+        torch.cuda.synchronize = torch.cuda.get_rng_state = fail  # type: ignore[assignment]
+        return computes()
+
+    kept = torch.ones(2, device=sky)
+    late: Callable[[], Any] = lambda: kept
+    for computes in (late, lambda: torch.cuda.synchronize(0)):
+        with pytest.raises(RuntimeError, match="device-side assert triggered"):
+            isolated(node, play, computes)
+    assert kept.tolist() == [1, 1]
+
+
 def test_a_call_knows_its_context(node: skyproxy.Node) -> None:
     def look() -> tuple[str, Any, int]:
         call = skyproxy.runtime.current_call()

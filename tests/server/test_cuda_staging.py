@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from skyproxy.protocol.messages import Chunk, Offer, PackedChunk
 from skyproxy.torch_codec import byte_view
 from skyproxy.transport.packing import pack
 from skyproxy_server.blobs import BlobStore
-from skyproxy_server.cuda_staging import BUFFERS, Staging, own_streams
+from skyproxy_server.cuda_staging import BUFFERS, Staging, on_streams, own_streams
 from skyproxy_server.incoming_transfer import IncomingTransfer
 from skyproxy_server.transfers import Transfers
 
@@ -229,3 +231,38 @@ def test_kept_uploads_reach_the_device(staging: Staging, announced_first: bool) 
         arrival, host = announced(transfers, 3, value)
     arrival.settle(value, host)
     assert torch.equal(value, last)
+
+
+class Thread:
+    """What a driver knows of one thread: its device, and whether a context is current, which cuBLAS asks."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.has_context = False
+
+    def set_device(self, index: int) -> None:
+        self.device, self.has_context = index, True
+
+    @contextlib.contextmanager
+    def stream(self, stream: torch.device) -> Iterator[None]:
+        """As PyTorch enters a stream: a device that is current already is not set again."""
+        before = self.device
+        if stream.index != self.device:
+            self.set_device(stream.index)
+        yield
+        if before != self.device:
+            self.set_device(before)
+
+
+@pytest.mark.parametrize("streams", [[], [torch.device("cuda", 0)], [torch.device("cuda", 0), torch.device("cuda", 1)]])
+@pytest.mark.parametrize("is_initialized", [True, False])
+def test_a_thread_that_computes_has_a_current_context(
+    streams: list[Any], is_initialized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = Thread()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: thread.device)
+    monkeypatch.setattr(torch.cuda, "set_device", thread.set_device)
+    monkeypatch.setattr(torch.cuda, "stream", thread.stream)
+    with on_streams(streams):
+        assert (thread.device, thread.has_context) == (0, is_initialized or bool(streams))

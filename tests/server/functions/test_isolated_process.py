@@ -11,7 +11,7 @@ import torch
 from skyproxy.errors import SessionLostError
 from skyproxy_server.control_channel import ControlChannel
 from skyproxy_server.functions.events import OutgoingEvent
-from skyproxy_server.functions.isolated_process import IsolatedFunction
+from skyproxy_server.functions.isolated_process import IsolatedFunction, wait_for_gpus
 from skyproxy_server.functions.nursery import Nursery
 from skyproxy_server.limits import are_sessions_separable
 
@@ -56,3 +56,13 @@ def test_an_event_that_cannot_be_told_says_why(
     ours.close()
     assert "RuntimeError: CUDA error: invalid resource handle" in capfd.readouterr().err
     assert not torch.cuda.is_initialized()
+
+
+def test_all_gpus_that_the_function_has_used_are_waited_for_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index != 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    wait_for_gpus()
+    assert waited == [0, 2]

@@ -102,42 +102,58 @@ def test_no_view_reaches_beyond_its_memory(description: Description) -> None:
 
 
 class FakeCuda:
-    """CUDA's sharing of memory between processes, as strict as torch is.
+    """CUDA's sharing of memory between processes, as strict as torch and the driver are.
 
-    Each share is released once, and handles are opened in a process that has initialised CUDA.
+    A storage is wrapped once more with each share, so it is shared once. Its memory is kept until that was counted
+    down. A handle is opened in a process that has initialised CUDA, which a real one does not survive otherwise, and
+    while the lender has the memory; what it computes is there once its stream was waited for.
     """
 
     def __init__(self) -> None:
         self.is_initialized = False
-        self.shared: dict[bytes, torch.UntypedStorage] = {}
-        self.open: set[tuple[bytes, int]] = set()
-
-    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-        handle = b"handle %d" % len(self.shared)
-        self.shared[handle] = storage
-        counter = (b"counter of " + handle, len(self.open))
-        self.open.add(counter)
-        return 0, handle, storage.nbytes(), 0, *counter, b"event", True
-
-    def new(self, *handle: Any) -> torch.UntypedStorage:
-        assert self.is_initialized
-        device, name, size, offset, counter, position, event, must_wait = handle
-        assert (device, offset, event, must_wait) == (0, 0, b"event", True)
-        assert (counter, position) in self.open
-        assert self.shared[name].nbytes() == size
-        return self.shared[name]
+        self.shared: dict[bytes, weakref.ref[torch.UntypedStorage]] = {}
+        self.counted: list[tuple[bytes, int]] = []
+        self.places: set[tuple[int, int]] = set()
+        self.waits = 0
 
     def init(self) -> None:
         self.is_initialized = True
 
+    def current_stream(self, device: torch.device) -> FakeCuda:
+        return self
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        key = storage.data_ptr(), storage.nbytes()
+        assert key not in self.places
+        self.places.add(key)
+        handle = b"handle %d" % len(self.shared)
+        self.shared[handle] = weakref.ref(storage)
+        self.counted.append((b"counter of " + handle, len(self.counted)))
+        return 0, handle, storage.nbytes(), 0, *self.counted[-1], b"event", True
+
+    def new(self, *handle: Any) -> torch.UntypedStorage:
+        assert self.is_initialized
+        device, name, size, offset, _, _, event, must_wait = handle
+        assert (device, offset, event, must_wait) == (0, 0, b"event", False)
+        assert self.waits
+        self.waits -= 1
+        storage = self.shared[name]()
+        assert storage is not None
+        assert storage.nbytes() == size
+        return storage
+
     def release(self, counter: bytes, position: int) -> None:
-        self.open.remove((counter, position))
+        self.counted.remove((counter, position))
 
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr(torch.cuda, "init", fake.init)
+    monkeypatch.setattr(torch.cuda, "current_stream", fake.current_stream)
     monkeypatch.setattr(lent_tensors, "kind_of", lambda storage: "cuda")
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: fake.share(storage), raising=False)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fake.new, raising=False)
@@ -145,17 +161,25 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_memory_of_a_gpu_is_lent_where_it_is_and_released_once(fake_cuda: FakeCuda) -> None:
+def test_memory_of_a_gpu_is_lent_where_it_is_and_shared_once(fake_cuda: FakeCuda) -> None:
     whole = torch.arange(4.0)
     place = whole.data_ptr()
-    lent = LentTensors([whole[1:], whole], [whole])
-    tensors: Sequence[torch.Tensor] = borrow(lent).tensors
-    tensors[0].add_(1)
-    assert (whole.tolist(), whole.data_ptr()) == ([0, 2, 3, 4], place)
-    assert len(fake_cuda.open) == 1
-    lent.release()
-    lent.release()
-    assert not fake_cuda.open
+    for _ in range(2):
+        lent = LentTensors([whole[1:], whole], [whole])
+        tensors: Sequence[torch.Tensor] = borrow(lent).tensors
+        tensors[0].add_(1)
+        lent.release()
+    assert (whole.tolist(), whole.data_ptr()) == ([0, 3, 4, 5], place)
+    assert len(fake_cuda.shared) == 1
+    whole.resize_(100)
+    borrow(LentTensors([whole], [whole]))
+    assert len(fake_cuda.shared) == 2
+    assert not fake_cuda.counted  # a borrower that crashes counts nothing down
+
+
+def test_an_empty_tensor_of_a_gpu_has_no_handle(fake_cuda: FakeCuda) -> None:
+    [theirs] = borrow(LentTensors([torch.empty(0, 3)], [])).tensors
+    assert (tuple(theirs.shape), fake_cuda.shared) == ((0, 3), {})
 
 
 def test_what_was_lent_is_not_kept_by_whoever_still_knows_of_the_loan(fake_cuda: FakeCuda) -> None:
@@ -163,7 +187,6 @@ def test_what_was_lent_is_not_kept_by_whoever_still_knows_of_the_loan(fake_cuda:
     lent = LentTensors([given], [given])
     lent.describe()
     tensor, storage = weakref.ref(given), weakref.ref(given.untyped_storage())
-    fake_cuda.shared.clear()
     del given
     assert storage() is not None
     lent.release()
