@@ -1,4 +1,4 @@
-"""Sessions in processes of their own on a GPU: their memory has a bound, their ends give it back, their values are kept."""
+"""Sessions in processes of their own on a GPU: bounds of memory, ends that give it back, values that are kept."""
 
 from __future__ import annotations
 

@@ -47,6 +47,14 @@ def test_the_byte_is_found_by_the_code_of_processors() -> None:
     assert loaded_byte(arm, 0x400123000, "arm64") == 0x400122010
 
 
+def test_the_byte_is_found_in_the_wheels_of_other_systems() -> None:
+    """Words and addresses of torch 2.13's function; on Linux the byte's own symbol says where it is."""
+    linux = struct.pack("<6I", 0x900008A0, 0x9137A000, 0x08DFFC00, 0x72001C1F, 0x1A9F07E0, 0xD65F03C0)
+    assert loaded_byte(linux, 0x457AD0, "aarch64") == 0x56BDE8
+    macos = struct.pack("<4I", 0xF00004C8, 0x912A4108, 0x38BFC100, 0xD65F03C0)
+    assert loaded_byte(macos, 0xF010, "arm64") == 0xAAA90
+
+
 @pytest.mark.parametrize("machine", ["x86_64", "arm64", "riscv64"])
 def test_other_code_is_believed_nothing(machine: str) -> None:
     assert loaded_byte(b"\x55\x48\x89\xe5" * 8, 0x400000, machine) is None
