@@ -67,7 +67,7 @@ def _latest_ops(
     sequence, position = record.get("sequence"), record.get("position")
     if record.get("graph") is not None or not isinstance(sequence, int) or not isinstance(position, int):
         return
-    for sent in reversed([batch for batch in recorder.sent_batches() if batch.sequence <= sequence]):
+    for sent in reversed([batch for batch in recorder.sent_batches(acked=True) if batch.sequence <= sequence]):
         for at in reversed(commands.walk(sent.stream, recorder.widths)):
             if sent.sequence == sequence and at > commands.op_at(sent.stream, position):
                 continue

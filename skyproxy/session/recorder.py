@@ -21,6 +21,8 @@ from skyproxy.settings import Settings
 
 _CUT_AT_BYTES = 1 << 20
 """Bytes of small uploads from which a batch is sent without being asked for; far below what a frame may have."""
+_REMEMBERED = 8
+"""Batches that are remembered once they are acknowledged: kernels of GPUs run, and fail, later than that."""
 _ITEMS_A_COMMAND = 4
 """Items of the stream that a command takes, as a rule."""
 
@@ -118,7 +120,7 @@ class Recorder:
         # Senders add to it, the reading thread takes from it. There is no lock, because Ctrl-C could leave it held.
         self._sent: deque[RecordedBatch] = deque()
         self.last_batch: RecordedBatch | None = None
-        self._acked: list[RecordedBatch] | None = None
+        self._acked: deque[RecordedBatch] = deque(maxlen=_REMEMBERED)
         self._waiting: deque[Waiter] = deque()
         self.wait_for_news: Callable[[Waiter], object] = Waiter.wait
         self.on_sent: Callable[[], object] | None = None
@@ -444,29 +446,26 @@ class Recorder:
     def ack(self, sequence: int) -> None:
         """Everything up to this batch was executed; called by the reading thread."""
         while self._sent and self._sent[0].sequence <= sequence:
-            batch, kept = self._sent.popleft(), self._acked
-            if kept is not None:
-                kept.append(batch)
+            self._acked.append(self._sent.popleft())
         self._wake()
 
     def keep_acked(self, *, kept: bool) -> None:
-        """Remember batches that are acknowledged from now on, or forget them; news of them are still to come."""
+        """Remember all batches that are acknowledged from now on, or the latest only; news of them is still to come."""
         # Batches of an earlier cancellation whose news is still to come are kept when a later one begins.
-        if kept != (self._acked is not None):
-            self._acked = [] if kept else None
+        if kept != (self._acked.maxlen is None):
+            self._acked = deque(tuple(self._acked), None if kept else _REMEMBERED)
 
     def _wake(self) -> None:
         while self._waiting:
             self._waiting.popleft().set(None)
 
     def sent(self, sequence: int) -> RecordedBatch | None:
-        """A batch that is not acknowledged yet; called by the reading thread."""
-        known = (*tuple(self._sent), *tuple(self._acked or ()))
-        return next((item for item in known if item.sequence == sequence), None)
+        """A batch that is not acknowledged yet, or not for long; called by the reading thread."""
+        return next((item for item in self.sent_batches(acked=True) if item.sequence == sequence), None)
 
-    def sent_batches(self) -> list[RecordedBatch]:
-        """Return the batches that are not acknowledged yet, in order; for any thread."""
-        return list(self._sent)
+    def sent_batches(self, *, acked: bool = False) -> list[RecordedBatch]:
+        """Return the batches that are not acknowledged yet, or also the last that are, in order; for any thread."""
+        return [*tuple(self._acked), *tuple(self._sent)] if acked else list(self._sent)
 
     def check(self) -> None:
         """Check that the session goes on.

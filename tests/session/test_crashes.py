@@ -74,3 +74,9 @@ def test_places_that_cannot_be_are_left_out() -> None:
         record: Any = {"type": "ContextLostError", "op": "aten::sum", "sequence": sequence, "position": position}
         reports.answer(record)
         assert "SKYPROXY_LAUNCH_BLOCKING" in reports.loss or not reports.loss
+
+
+def test_batches_that_were_acknowledged_are_looked_at_too() -> None:
+    recorder = recorded(EMBED, 0, RELU, SUM)
+    recorder.ack(1)
+    assert "aten::embedding, recorded at work.py:7" in told(recorder, 2, 2)

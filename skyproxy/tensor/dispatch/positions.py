@@ -3,6 +3,9 @@
 Indices and labels that a program has just uploaded are small, as a rule, and their bytes are kept (`host_copies`). What
 lies between the least and the largest of a storage is looked at once, until something writes to it. Where nobody knows
 the values, the error comes when one is read, as on every device.
+
+A GPU is not asked: its kernels assert what they are given, and an assertion that fails costs the worker its process
+(`skyproxy_server.lost_context`). There the call is refused here.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from skyproxy.errors import remote_error_class
 from skyproxy.tensor.core import host_copies
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.dispatch.binding import BoundCall
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 _IGNORED = -100
 """The class that `cross_entropy` ignores if none is given."""
 _UNKNOWN = -1
+_POSITIONS = frozenset({torch.int64, torch.int32})
+"""Kernels refuse others for their dtype."""
 
 
 def _names(text: str) -> list[str]:
@@ -34,7 +40,7 @@ def _names(text: str) -> list[str]:
 @comes_first(*_names("embedding _embedding_bag _embedding_bag_forward_only"))
 def _find_rows(info: OpInfo, args: Arguments) -> object:
     table, index = args[:2]
-    return _ask(info, args) if _is_known(index) and _leaves(index, 0, _size(table, 0)) else None
+    return _look(info, args, index, 0, _size(table, 0)) if _is_known(index) else None
 
 
 @comes_first(
@@ -46,17 +52,16 @@ def _find_rows(info: OpInfo, args: Arguments) -> object:
 )
 def _find_along(info: OpInfo, args: Arguments) -> object:
     x, dim, index = args[:3]
-    return _ask(info, args) if _is_known(index) and _leaves(index, 0, _size(x, dim)) else None
+    return _look(info, args, index, 0, _size(x, dim)) if _is_known(index) else None
 
 
 @comes_first(*_names("index_fill.int_Scalar index_fill.int_Tensor index_fill_.int_Scalar index_fill_.int_Tensor"))
 def _find_from_either_end(info: OpInfo, args: Arguments) -> object:
     x, dim, index = args[:3]
-    if _is_known(index):
-        size = _size(x, dim)
-        if _leaves(index, -size, size):
-            return _ask(info, args)
-    return None
+    if not _is_known(index):
+        return None
+    size = _size(x, dim)
+    return _look(info, args, index, -size, size)
 
 
 @comes_first(*_names("nll_loss_forward nll_loss2d_forward cross_entropy_loss"))
@@ -64,22 +69,21 @@ def _find_classes(info: OpInfo, args: Arguments) -> object:
     x, index = args[:2]
     if _is_known(index) and type(x) is RemoteTensor:
         ignored = args[4] if len(args) > 4 else _IGNORED
-        if _leaves(index, 0, _size(x, 1 if x.dim() > 1 else 0), ignored):
-            return _ask(info, args)
+        return _look(info, args, index, 0, _size(x, 1 if x.dim() > 1 else 0), ignored)
     return None
 
 
 @comes_first("aten::one_hot")
 def _find_numbered(info: OpInfo, args: Arguments) -> object:
     index, count = args
-    return _ask(info, args) if _is_known(index) and _leaves(index, 0, count) else None
+    return _look(info, args, index, 0, count) if _is_known(index) else None
 
 
 @comes_first(*_names("take put put_"))
 def _find_in_all(info: OpInfo, args: Arguments) -> object:
     x, index = args[:2]
-    if _is_known(index) and type(x) is RemoteTensor and _leaves(index, -x.numel(), x.numel()):
-        return _ask(info, args)
+    if _is_known(index) and type(x) is RemoteTensor:
+        return _look(info, args, index, -x.numel(), x.numel())
     return None
 
 
@@ -99,8 +103,10 @@ def _find_places(info: OpInfo, args: Arguments) -> object:
             if meta.dtype is torch.bool or meta.dtype is torch.uint8:
                 dim += len(meta.size)
                 continue
-            if dim < len(sizes) and _is_known(index) and _leaves(index, -sizes[dim], sizes[dim]):
-                return _ask(info, args)
+            if dim < len(sizes) and _is_known(index):
+                result = _look(info, args, index, -sizes[dim], sizes[dim])
+                if result is not None:
+                    return result
             dim += 1
     return None
 
@@ -121,27 +127,42 @@ def _is_known(index: object) -> bool:
     return (handle.root or handle).copied and not handle.meta.dtype.is_floating_point
 
 
-def _leaves(index: RemoteTensor, least: int, end: int, ignored: int | None = None) -> bool:
-    """Return whether a known position other than the one that is ignored is less than `least`, or `end` or more."""
+def _look(
+    info: OpInfo, args: Arguments, index: RemoteTensor, least: int, end: int, ignored: int | None = None
+) -> object:
+    """Refuse a call with a known position other than the one that is ignored that is less than `least`, or not below
+    `end`; return None for others.
+
+    Raises:
+        RemoteError: there is one; of the worker where that has words for it.
+    """
     if end == _UNKNOWN:
-        return False
+        return None
     handle = index._sky
     found = (handle.root or handle).copy.bounds
     if found is None or found[2] is not handle.meta.dtype:
         found = host_copies.bounds_of(handle)
     if found is None or (least <= found[0] and found[1] < end):
-        return False
+        return None
     values = host_copies.values_of(handle)
     if values is None:
-        return False
+        return None
     wrong = (values < least) | (values >= end)
-    return bool((wrong & (values != ignored) if ignored is not None else wrong).any())
+    if ignored is not None:
+        wrong &= values != ignored
+    if not wrong.any() or is_capturing():  # a captured graph is recorded, for other values may come
+        return None
+    if handle.device.place[0] != "cpu" and handle.meta.dtype in _POSITIONS and end:
+        first = int(values[wrong][0])
+        raise remote_error_class(IndexError)(
+            f"{first} is out of bounds: {info.name} takes positions from {least} to {end - 1} here. It was "
+            "not run, for on a GPU this would have ended the worker's process"
+        )
+    return _ask(info, args)
 
 
 def _ask(info: OpInfo, args: Arguments) -> object:
-    """Have the worker refuse a call; while a graph is captured it is recorded, for other values may come."""
-    if is_capturing():
-        return None
+    """Have the worker refuse a call."""
     try:
         call = BoundCall(info, args, {})
     except MixedDevicesError:  # which is told where the call is recorded

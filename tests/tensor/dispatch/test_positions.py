@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import skyproxy
+
 Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """An operation on a (5, 5) tensor and positions."""
 
@@ -59,6 +61,29 @@ def test_a_position_that_is_out_of_bounds_is_refused_at_its_line(name: str, sky1
     text = words(lambda: call(x.clone(), beyond))
     for _ in range(2):  # the second time, its shape is known
         assert text.split(".")[0].split("(")[0] in words(lambda: call(there, where))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gpu_is_not_asked_for_an_assertion_would_end_it(
+    name: str, sky1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, x = CALLS[name], torch.randn(5, 5).to(sky1)
+    good, beyond = torch.tensor([0, 4, 1]), torch.tensor(BEYOND.get(name, [0, 4, 5]))
+    there, where, negative = good.to(sky1), beyond.to(sky1), torch.tensor([0, 4, -30]).to(sky1)
+    call(x, there)
+    value = beyond[(beyond < -25) | (beyond > 4)][0].item()
+    batches = x._sky.device.session.recorder.batches
+    monkeypatch.setattr(x._sky.device, "place", ["cuda", 0])
+    tried = [(where, value)]
+    if name != "cross_entropy of pixels":  # which takes the first
+        tried.append((negative, -30))
+    for position, shown in tried if name != "indices" else ():  # which computes with them
+        with pytest.raises(IndexError, match=f"^{shown} is out of bounds: aten::") as raised:
+            call(x, position)
+        assert isinstance(raised.value, skyproxy.errors.RemoteError)
+    monkeypatch.undo()
+    assert x._sky.device.session.recorder.batches <= batches + 2, "nothing but what comes before it"
+    assert x.sum().isfinite().item()
 
 
 def test_what_is_in_bounds_waits_for_nothing(sky1: str) -> None:
