@@ -42,7 +42,7 @@ class Mode(NamedTuple):
 
     Attributes:
         name: its name on the wire, and in errors.
-        usual: the value that PyTorch starts with.
+        usual: the value that PyTorch starts with; None where it chooses one by the hardware.
         accepts: whether a value from a peer is one that the mode can have.
         read: gives the value in force in this process; None where another mode overrules it.
         write: puts a value in force.
@@ -88,6 +88,59 @@ def note_flush_denormal(value: bool) -> None:
 def flushes_denormal() -> bool:
     """Return whether the calling thread flushes denormal numbers to zero, of which PyTorch tells nobody."""
     return sys.float_info.min * 0.5 == 0
+
+
+class _AttentionOrder:
+    """The order of attention's kernels that somebody asked for, or None: PyTorch's own choice is in force, which its
+    first attention in a process makes by the hardware. And that choice, while it is not in force.
+    """
+
+    asked: tuple[int, ...] | None = None
+    own: tuple[int, ...] = ()
+
+
+_ORDERS_OF_PYTORCH = ((1, 2, 0, 3, 4), (3, 1, 2, 0, 4))
+"""What PyTorch itself prefers: flash attention, and on Hopper cuDNN's."""
+
+
+def attention_order() -> tuple[int, ...]:
+    """Return the order of attention's kernels in force in this process, whoever chose it."""
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+def note_attention_order(before: tuple[int, ...]) -> None:
+    """Remember what the program has just set as order of attention's kernels.
+
+    `sdpa_kernel` puts back what it found: that is PyTorch's own choice again.
+
+    Args:
+        before: the order that was in force.
+    """
+    order = attention_order()
+    if _AttentionOrder.asked is None:
+        _AttentionOrder.own, _AttentionOrder.asked = before, order
+    else:
+        _AttentionOrder.asked = None if order == _AttentionOrder.own else order
+
+
+def note_earlier_attention_order() -> None:
+    """Remember an order that the program has set before anybody noted what it sets."""
+    order = attention_order()
+    if _AttentionOrder.asked is None and order not in _ORDERS_OF_PYTORCH:
+        _AttentionOrder.own, _AttentionOrder.asked = _ORDERS_OF_PYTORCH[0], order
+
+
+def _set_attention_order(value: tuple[int, ...] | None) -> None:
+    if _AttentionOrder.asked is None:
+        if value is None:
+            return
+        if torch.cuda.is_initialized():
+            # The first choice of a process puts the hardware's order in force, over any other.
+            query = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+            torch._fused_sdp_choice(query, query, query)
+        _AttentionOrder.own = attention_order()
+    torch._C._set_sdp_priority_order(list(_AttentionOrder.own if value is None else value))
+    _AttentionOrder.asked = value
 
 
 def _is_bool(value: object) -> bool:
@@ -272,10 +325,10 @@ def _table() -> Iterable[Mode | None]:
     yield _plain_mode("sdp.allow_fp16_bf16_reduction_math", f"_get_{math}", f"_set_{math}", False)
     yield Mode(
         "sdp.priority_order",
-        (1, 2, 0, 3, 4),
+        None,
         _backend_order,
-        lambda: tuple(torch._C._get_sdp_priority_order()),
-        lambda value: torch._C._set_sdp_priority_order(list(value)),
+        lambda: _AttentionOrder.asked,
+        _set_attention_order,
         ("_set_sdp_priority_order",),
         True,
     )

@@ -34,6 +34,7 @@ def activate() -> None:
             copies,  # noqa: F401
             determinants,
             group_norm,
+            half_transforms,
             masked_gradients,
             nested_batches,  # noqa: F401
             nested_tensors,
@@ -86,6 +87,7 @@ def activate() -> None:
         packed_sequences.install(registration.library())
         special_ops.install(registration.library())
         composites.install(registration.library())
+        half_transforms.install(registration.library())
         nested_tensors.install()
         storage.install()
         serialization.install()

@@ -144,6 +144,23 @@ def test_what_a_function_of_the_worker_had_set_is_back_after_a_batch() -> None:
         torch.backends.cuda.matmul.fp32_precision = "none"
 
 
+def test_the_order_of_attention_that_the_hardware_has_is_back_after_each_batch_with_another() -> None:
+    usual, by_hardware = torch._C._get_sdp_priority_order(), [3, 1, 2, 0, 4]
+    own = _modes(HALF)
+    try:
+        with own:
+            torch._C._set_sdp_priority_order(by_hardware)  # as the first attention of a process on Hopper does
+            own.switch((("sdp.priority_order", (0, 1, 2, 3, 4)),))
+            assert torch._C._get_sdp_priority_order() == [0, 1, 2, 3, 4]
+            own.switch((("sdp.priority_order", (1, 2, 0, 3, 4)),))
+            assert torch._C._get_sdp_priority_order() == [1, 2, 0, 3, 4]
+            own.switch(DOUBLE)
+            assert torch._C._get_sdp_priority_order() == by_hardware
+        assert torch._C._get_sdp_priority_order() == by_hardware
+    finally:
+        torch._C._set_sdp_priority_order(usual)
+
+
 def test_what_a_function_sets_during_a_batch_stays() -> None:
     own = _modes(HALF)
     with own:

@@ -19,7 +19,17 @@ from skyproxy.interrupts import shielded
 from skyproxy.protocol import commands
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
-from skyproxy.torch_modes import MODES, Record, flushes_denormal, note_flush_denormal, record_of, values_in_force
+from skyproxy.torch_modes import (
+    MODES,
+    Record,
+    attention_order,
+    flushes_denormal,
+    note_attention_order,
+    note_earlier_attention_order,
+    note_flush_denormal,
+    record_of,
+    values_in_force,
+)
 
 _WHY = "the workers and what is remembered of operations follow each mode, in order with the operations around it"
 _TEST = "tests/tensor/torch_api/test_global_modes.py::test_a_mode_is_in_force_on_every_worker_once_it_is_set"
@@ -35,6 +45,7 @@ def follow(devices: Iterable[SkyDevice]) -> None:
         if not _values:
             _install()
             note_flush_denormal(flushes_denormal())
+            note_earlier_attention_order()
         _values.update(values_in_force())
         _tell(devices)
 
@@ -63,9 +74,12 @@ def _follow(name: str, setter: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(setter)
     def set_and_follow(*args: object, **kwargs: object) -> object:
+        order = attention_order()
         result = setter(*args, **kwargs)
         if name == "set_flush_denormal":
             note_flush_denormal(bool(result) and bool(args[0] if args else kwargs["mode"]))
+        elif name == "_set_sdp_priority_order":
+            note_attention_order(order)
         with _lock:
             now = {mode.name: mode.read() for mode in rows}
             if _values and any(_values[key] != value for key, value in now.items()):
