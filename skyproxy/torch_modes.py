@@ -100,7 +100,7 @@ class _AttentionOrder:
 
 
 _ORDERS_OF_PYTORCH = ((1, 2, 0, 3, 4), (3, 1, 2, 0, 4))
-"""What PyTorch itself prefers: flash attention, and on Hopper cuDNN's."""
+"""Orders that PyTorch itself chooses: flash attention first, and on Hopper cuDNN's."""
 
 
 def attention_order() -> tuple[int, ...]:

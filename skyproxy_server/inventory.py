@@ -24,6 +24,7 @@ class DeviceRow(TypedDict):
         multiprocessors: how many, of CUDA.
         uuid: of CUDA, where torch tells it.
         threads: how many PyTorch computes with, of the CPU.
+        cudnn: whether PyTorch computes with cuDNN there.
         onednn_lstm: the dtypes in which PyTorch may compute an LSTM with oneDNN, of the CPU.
     """
 
@@ -35,6 +36,7 @@ class DeviceRow(TypedDict):
     multiprocessors: NotRequired[int]
     uuid: NotRequired[str]
     threads: NotRequired[int]
+    cudnn: NotRequired[bool]
     onednn_lstm: NotRequired[list[str]]
 
 
@@ -82,6 +84,8 @@ def _cuda_row(torch: ModuleType, index: int) -> DeviceRow:
         "compute_capability": [properties.major, properties.minor],
         "multiprocessors": properties.multi_processor_count,
     }
+    if torch.version.hip is None and torch.backends.cudnn.is_available():
+        row["cudnn"] = True
     if hasattr(properties, "uuid"):
         row["uuid"] = str(properties.uuid)
     return row

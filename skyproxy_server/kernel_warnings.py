@@ -19,6 +19,10 @@ from skyproxy import patching
 _T = TypeVar("_T")
 
 
+_NOT_TOLD = "RNN module weights are not part of single contiguous chunk of memory"
+"""Of cuDNN's networks on the weights of a client, which are no buffer on a worker: there is nothing it can do."""
+
+
 class KernelWarning(NamedTuple):
     """A warning that a kernel gave."""
 
@@ -79,7 +83,7 @@ def _install() -> None:
         def take(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
             if _thread.found is None:
                 show(message, category, *place, **rest)
-            else:
+            elif not str(message).startswith(_NOT_TOLD):
                 _thread.found.append(KernelWarning(category.__name__, str(message)))
 
         patching.replace(

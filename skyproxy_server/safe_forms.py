@@ -18,6 +18,7 @@ from skyproxy_server.foreign_memory import bytes_of, clear, clear_elements, clea
 from skyproxy_server.forward_checks import FORWARD_CHECKS, READ_ONE_BEHIND_THE_OTHER, spreading
 from skyproxy_server.kernel_checks import CHECKS, Check, clamp_indices, require
 from skyproxy_server.layouts import needed_bytes
+from skyproxy_server.recurrent_checks import RECURRENT_CHECKS, gradients_apart
 from skyproxy_server.unwritten_results import UNWRITTEN
 
 Tensor = torch.Tensor
@@ -77,8 +78,9 @@ def _checking_form(overload: torch._ops.OpOverload, check: Check) -> Callable[..
     return call
 
 
-for _packet, _check in (FORWARD_CHECKS | CHECKS).items():
+for _packet, _check in (FORWARD_CHECKS | CHECKS | RECURRENT_CHECKS).items():
     _checks(_packet)(_check)
+SAFE_FORMS["aten::_cudnn_rnn_backward"] = gradients_apart(SAFE_FORMS["aten::_cudnn_rnn_backward"])
 
 
 # --- strides and sparse indices --------------------------------------------------------------------------------------
@@ -404,58 +406,6 @@ def _grid(given: dict[str, Any]) -> None:
     require(grid.shape[-1] == grid.dim() - 2 and grid.shape[0] == tensor.shape[0], "the grid does not match the images")
     require(grad.shape == (*tensor.shape[:2], *grid.shape[1:-1]), "the gradient does not match the result")
     require(given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2), "unknown mode")
-
-
-# --- oneDNN's recurrent layers ---------------------------------------------------------------------------------------
-
-_OPTIONS = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_first")
-
-
-@_checks("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
-def _recurrent_layer(given: dict[str, Any]) -> None:
-    """Check the sizes, which oneDNN believes; and the workspace of its forward op, whose content only that op knows."""
-    backward = "workspace" in given
-    tensor, hidden = given["input"], given["hidden_size"]
-    require(tensor.dim() == 3 and 0 < hidden < 1 << 24 and given["mode"] == 2, "the layer is an LSTM over (T, N, F)")
-    require(not given["batch_sizes"], "the sequences have one length")
-    biases = ("weight3", "weight4") if backward else ("weight2", "weight3")
-    weights = ("weight1", "weight2") if backward else ("weight0", "weight1")
-    sizes: dict[str, tuple[int, ...] | None] = {
-        weights[0]: (4 * hidden, tensor.shape[2]),
-        weights[1]: (4 * hidden, hidden),
-    }
-    sizes.update(dict.fromkeys(biases, (4 * hidden,) if given["has_biases"] else None))
-    batch = (1, tensor.shape[1], hidden)
-    states = ("hx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy") if backward else ("hx_", "cx_")
-    for name in states:
-        sizes[name] = batch
-    if backward:
-        sizes.update(dict.fromkeys(("output", "grad_output"), (*tensor.shape[:2], hidden)))
-    for name, size in sizes.items():
-        found = given[name]
-        if size is None or found is None:
-            continue
-        flat = found.shape == size or (name in states and math.prod(found.shape) == math.prod(size))
-        require(flat and found.dtype is tensor.dtype, f"{name} has {list(found.shape)} elements, not {list(size)}")
-    if backward:
-        require(given["workspace"].numel() == _workspace_bytes(given, weights, biases), "another layer's workspace")
-
-
-def _workspace_bytes(given: dict[str, Any], weights: tuple[str, ...], biases: tuple[str, ...]) -> int:
-    tensor = given["input"]
-    key = (tuple(tensor.shape), tensor.dtype, *(str(given[name]) for name in _OPTIONS))
-    known = _workspaces.get(key)
-    if known is None:
-        arguments = [given[name] for name in (*weights, *biases, "hx_", "cx_tmp")]
-        result = aten.mkldnn_rnn_layer.default(tensor, *arguments, *(given[name] for name in _OPTIONS), True)
-        known = _workspaces[key] = result[3].numel()
-        while len(_workspaces) > _MOST_WORKSPACES:
-            _workspaces.pop(next(iter(_workspaces)), None)
-    return known
-
-
-_MOST_WORKSPACES = 256
-_workspaces: dict[object, int] = {}
 
 
 # --- memory as it was ------------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.torch_modes import MODES, USUAL, decode, put_in_force, record_of, values_in_force
 
 NO_MODES_OF_A_DEVICE = {
@@ -134,3 +136,34 @@ def test_a_precision_that_was_set_in_the_new_way_is_read_without_the_old_one() -
     # PyTorch's own test tools, which any test of this process may have imported, set another mode.
     record = [row for row in record_of(values_in_force()) if row[0] != "warn_always"]
     assert record == [("fp32_precision.cuda.matmul", "tf32")]
+
+
+def test_the_order_that_pytorch_prefers_by_the_hardware_is_not_the_programs(sky: str) -> None:
+    setter, before = torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order()
+    try:
+        setter.__wrapped__([3, 1, 2, 0, 4])  # type: ignore[attr-defined]  # as its first attention on Hopper does
+        torch.set_float32_matmul_precision("high")
+        assert "sdp.priority_order" not in dict(DEVICES.of(sky).modes)
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            assert dict(DEVICES.of(sky).modes)["sdp.priority_order"][:2] == (0, 1)
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION], set_priority=True):
+                assert dict(DEVICES.of(sky).modes)["sdp.priority_order"][0] == 1
+        assert "sdp.priority_order" not in dict(DEVICES.of(sky).modes)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        setter.__wrapped__(before)  # type: ignore[attr-defined]
+
+
+def test_an_order_that_is_pytorchs_own_here_is_told_where_the_program_asks_for_it(sky: str) -> None:
+    with sdpa_kernel(
+        [
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.OVERRIDEABLE,
+        ],
+        set_priority=True,
+    ):
+        assert dict(DEVICES.of(sky).modes)["sdp.priority_order"] == (1, 2, 0, 3, 4)
+    assert "sdp.priority_order" not in dict(DEVICES.of(sky).modes)

@@ -49,6 +49,7 @@ _DEVICE = answers.fields(
         "multiprocessors": answers.size,
         "uuid": answers.text,
         "threads": answers.size,
+        "cudnn": answers.flag,
         "onednn_lstm": answers.rows(answers.text),
     },
 )

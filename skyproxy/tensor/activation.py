@@ -41,6 +41,7 @@ def activate() -> None:
             packed_sequences,
             products,
             recurrent,
+            renorms,
             set_storage,  # noqa: F401
             sparse_tensors,  # noqa: F401
             special_ops,
@@ -84,6 +85,7 @@ def activate() -> None:
         determinants.install(registration.library())
         masked_gradients.install(registration.library())
         recurrent.install(registration.library())
+        renorms.install(registration.library())
         packed_sequences.install(registration.library())
         special_ops.install(registration.library())
         composites.install(registration.library())

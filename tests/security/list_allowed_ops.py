@@ -26,7 +26,8 @@ PRIVATE = """
     __*__ _adaptive_avg_pool* _addmm_activation _aminmax _amp_* _assert_async _batch_norm_* _cast_* _cdist_* _chunk_cat
     _cholesky_solve_helper _coalesce _coalesced _coalesced_ _compute_linear_combination _conj _conj_copy _conj_physical
     _conj_physical_ _convolution _convolution_double_backward _convolution_mode _conv_depthwise2d
-    _copy_from _copy_from_and_resize _ctc_loss _ctc_loss_backward _cummax_helper _cummin_helper _dimI _dimV _dim_arange
+    _copy_from _copy_from_and_resize _ctc_loss _ctc_loss_backward _cudnn_init_dropout_state _cudnn_rnn
+    _cudnn_rnn_backward _cummax_helper _cummin_helper _dimI _dimV _dim_arange
     _dirichlet_grad _embedding_bag* _euclidean_dist _fake_quantize_learnable_per_* _fake_quantize_per_tensor_affine_*
     _fft_* _foreach_* _functional_assert_async _fused_adagrad* _fused_adam* _fused_dropout _fused_rms_norm*
     _fused_moving_avg_obs_fq_helper* _fused_sgd* _gather_sparse_backward _grid_sampler_2d_cpu_fallback* _grouped_mm
@@ -103,6 +104,8 @@ REVIEWED_OUT: dict[str, tuple[str, ...]] = {
     ),
     "crashes for lists of other lengths, and is sent by nobody": ("_foreach_copy",),
     "crashes for arguments that no formula gives it, and is sent by nobody": (
+        "_cudnn_init_dropout_state.out",
+        "_cudnn_rnn.out",
         "_weight_norm_interface.out",
         "range.out",
         "range.out_",

@@ -13,13 +13,22 @@ from skyproxy_server.inventory import inventory
 GPU = SimpleNamespace(name="H200", total_memory=141 << 30, major=9, minor=0, multi_processor_count=132, uuid="GPU-1")
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, gpus: list[SimpleNamespace], cuda: str | None = "12.8") -> None:
+def machine(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[SimpleNamespace],
+    cuda: str | None = "12.8",
+    *,
+    hip: str | None = None,
+    cudnn: bool = True,
+) -> None:
     fake = SimpleNamespace(
         __version__="2.13.0",
-        version=SimpleNamespace(cuda=cuda, hip=None),
+        version=SimpleNamespace(cuda=cuda, hip=hip),
         cuda=SimpleNamespace(device_count=lambda: len(gpus), get_device_properties=lambda index: gpus[index]),
         get_num_threads=lambda: 4,
-        backends=SimpleNamespace(mkldnn=SimpleNamespace(is_available=lambda: True)),
+        backends=SimpleNamespace(
+            mkldnn=SimpleNamespace(is_available=lambda: True), cudnn=SimpleNamespace(is_available=lambda: cudnn)
+        ),
         ops=SimpleNamespace(
             mkldnn=SimpleNamespace(
                 _is_mkldnn_bf16_supported=lambda: True,
@@ -43,6 +52,14 @@ def test_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["name"] == "H200"
     assert row["total_memory_bytes"] == 141 << 30
     assert row["compute_capability"] == [9, 0]
+
+
+def test_cudnn_is_told_of_where_pytorch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, [GPU])
+    assert inventory("cuda")[0]["cudnn"] is True
+    for others in ({"cudnn": False}, {"hip": "6.4"}):  # ROCm's library goes by the same name
+        machine(monkeypatch, [GPU], **others)  # type: ignore[arg-type]
+        assert "cudnn" not in inventory("cuda")[0]
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

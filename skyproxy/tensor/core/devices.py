@@ -73,6 +73,8 @@ class SkyDevice:
         cache: inferred metadata under these modes, by op and arguments; its values are `dispatch.entries.Entry`s.
         replays: what `dispatch.memoized_calls` noted under these modes, for the signatures of this session.
         values_read: how often bytes of a tensor were read that are known here.
+        dropout_state: what cuDNN's recurrent networks draw from, see `ops.cuda_recurrent`; None before the first that
+            draws, and whenever the device's generator was given another state.
         handle_type: makes this device's handles: their class, unless a capture has put another function there.
     """
 
@@ -90,6 +92,7 @@ class SkyDevice:
         self._proven = self._memories
         self.misses = 0
         self.values_read = 0
+        self.dropout_state: torch.Tensor | None = None
         self.handle_type: Callable[[], Handle] = _handle_type(self)
         self._own = self.recorder, self.handle_type
 
@@ -123,6 +126,11 @@ class SkyDevice:
             self._memories = {USUAL: self._memories[USUAL]}
         self.cache, self.replays = self._memories.setdefault(record, ({}, {}))
         self.modes = record
+
+    def change_random_state(self, control: str, *arguments: object) -> None:
+        """Seed the device's default generator, or give it another state, in order with the operations around it."""
+        self.session.do(control, *arguments)
+        self.dropout_state = None
 
     @property
     def worker_device(self) -> torch.device:

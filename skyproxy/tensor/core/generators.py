@@ -109,7 +109,7 @@ class DefaultGenerator(SkyGenerator):
 
     def manual_seed(self, seed: int) -> DefaultGenerator:
         value = as_seed(seed)
-        self.sky_device.session.do("manual_seed", self.sky_device.place, value)
+        self.sky_device.change_random_state("manual_seed", self.sky_device.place, value)
         return self
 
     def initial_seed(self) -> int:
@@ -121,7 +121,7 @@ class DefaultGenerator(SkyGenerator):
         return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
     def set_state(self, new_state: torch.Tensor) -> DefaultGenerator:
-        self.sky_device.session.do("set_random_state", self.sky_device.place, bytes_of_state(new_state))
+        self.sky_device.change_random_state("set_random_state", self.sky_device.place, bytes_of_state(new_state))
         return self
 
     def clone_state(self) -> SkyGenerator:
@@ -152,7 +152,7 @@ class KeptRandomState:
                 f"a state of {own.torch_device}'s generator that stays on its worker cannot be given to "
                 f"{device.torch_device}. Read it there: torch.sky.get_rng_state({own.index})"
             )
-        device.session.do("restore_random_state", self._handle.slot, device.place)
+        device.change_random_state("restore_random_state", self._handle.slot, device.place)
 
 
 def as_seed(seed: int) -> int:

@@ -151,10 +151,17 @@ class Entry:
             entry = Entry(())
             entry.nothing = True
             return entry
+        made: list[Meta] = []
+        if len(found) > 1 and any(type(look) is list for look in found):  # a list beside others: not for the fast path
+            outputs = [Output(items=look) if type(look) is list else Output(*look) for look in found]
+            entry = Entry(outputs)
+            for output in outputs:
+                made += [meta for meta, _ in output.items or ((output.meta, None),) if meta is not None]
+            entry._made, entry.output_templates = made, tuple([output.template for output in outputs])
+            return entry
         entry = Entry(None)
         listed = found[0] if type(found[0]) is list else None
-        looks: Sequence[Look] = found if listed is None else listed  # type: ignore[assignment]  # a list comes alone
-        made: list[Meta] = []
+        looks: Sequence[Look] = found if listed is None else listed  # type: ignore[assignment]  # no list, or it alone
         for meta, shares in looks:
             if meta is None:
                 continue

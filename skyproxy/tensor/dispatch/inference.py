@@ -115,7 +115,7 @@ def infer_filled(call: BoundCall) -> Entry | None:
     Empty ones (`torch.empty(0)`) take the size of the result. They lie row by row where a fresh one would, too; where
     it would not, that depends on the kernel.
     """
-    if call.info.unfilled is None or call.has_values:
+    if call.info.unfilled is None or call.has_values or kind_decides(call.info, call.device, call.tensors):
         return None
     found = resized_targets(call.info, *looks_of(call))
     if found is None:

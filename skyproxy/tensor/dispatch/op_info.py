@@ -92,6 +92,8 @@ CHANGES_UNSAID = frozenset(
 _NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
 _FAKED_WRONGLY = frozenset(
     {
+        "aten::_cudnn_init_dropout_state",
+        "aten::_cudnn_rnn",
         "aten::_embedding_bag",
         "aten::_embedding_bag_forward_only",
         "aten::_grouped_mm",
@@ -143,13 +145,19 @@ _SIZED_BY_KIND = frozenset(
         "aten::_batch_norm_with_update",
         "aten::_embedding_bag",
         "aten::_embedding_bag_forward_only",
+        "aten::_fft_c2r",
+        "aten::_fft_r2c",
+        "aten::_linalg_svd",
         "aten::_native_batch_norm_legit",
         "aten::_native_batch_norm_legit_no_training",
+        "aten::linalg_eig",
         "aten::log_sigmoid_forward",
         "aten::native_batch_norm",
+        "aten::nonzero_static",
     }
 )
-"""Ops whose results have other sizes on CUDA: what kernels note for derivatives is empty on one of the two."""
+"""Ops whose results look otherwise on CUDA: what kernels note for derivatives is empty on one of the two, singular
+vectors are conjugates, and eigenvectors, transforms and positions lie otherwise in memory."""
 _LOOK_AT_DEVICES_NAMES = (
     "_batch_norm_no_update _batch_norm_with_update _embedding_bag _embedding_bag_forward_only _fft_c2c _fft_c2r "
     "_fft_r2c _fused_rms_norm _linalg_svd _native_batch_norm_legit _native_batch_norm_legit_no_training "

@@ -7,7 +7,6 @@ functions that transform real numbers are written out (ATen/native/SpectralOps.c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -29,14 +28,14 @@ def _is_half_on_cuda(x: Tensor) -> bool:
     return halves and not x.is_complex() and x.device.type == "sky" and DEVICES.of(x.device).row["type"] == "cuda"
 
 
-def _made_complex(op: OpOverload) -> Callable[..., object]:
-    def transform(x: Tensor, *options: Any) -> object:
+def _complex_kernel(op: OpOverload) -> Callable[..., object]:
+    def transform(x: Tensor, *options: object) -> object:
         return op._op_dk(_COMPOSITE, x.to(torch.complex32) if _is_half_on_cuda(x) else x, *options)
 
     return transform
 
 
-def _of_line(op: OpOverload, *, back: bool, onesided: bool) -> Callable[..., object]:
+def _line_kernel(op: OpOverload, *, back: bool, onesided: bool) -> Callable[..., object]:
     """Make the kernel of a transform along one dimension."""
 
     def transform(x: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> object:
@@ -50,7 +49,7 @@ def _of_line(op: OpOverload, *, back: bool, onesided: bool) -> Callable[..., obj
     return transform
 
 
-def _of_block(op: OpOverload, usual_dims: Sequence[int] | None, *, back: bool) -> Callable[..., object]:
+def _block_kernel(op: OpOverload, usual_dims: Sequence[int] | None, *, back: bool) -> Callable[..., object]:
     """Make the kernel of a transform along several dimensions, one-sided along the last one."""
 
     def transform(
@@ -91,16 +90,16 @@ def _overload(name: str) -> OpOverload:
     return found
 
 
-_KERNELS = {f"fft_{name}": _made_complex(_overload(name)) for name in _AS_COMPLEX.split()}
+_KERNELS = {f"fft_{name}": _complex_kernel(_overload(name)) for name in _AS_COMPLEX.split()}
 _KERNELS |= {
-    "fft_fft": _of_line(_overload("fft"), back=False, onesided=False),
-    "fft_ifft": _of_line(_overload("ifft"), back=True, onesided=False),
-    "fft_rfft": _of_line(_overload("rfft"), back=False, onesided=True),
-    "fft_ihfft": _of_line(_overload("ihfft"), back=True, onesided=True),
-    "fft_rfftn": _of_block(_overload("rfftn"), None, back=False),
-    "fft_rfft2": _of_block(_overload("rfft2"), (-2, -1), back=False),
-    "fft_ihfftn": _of_block(_overload("ihfftn"), None, back=True),
-    "fft_ihfft2": _of_block(_overload("ihfft2"), (-2, -1), back=True),
+    "fft_fft": _line_kernel(_overload("fft"), back=False, onesided=False),
+    "fft_ifft": _line_kernel(_overload("ifft"), back=True, onesided=False),
+    "fft_rfft": _line_kernel(_overload("rfft"), back=False, onesided=True),
+    "fft_ihfft": _line_kernel(_overload("ihfft"), back=True, onesided=True),
+    "fft_rfftn": _block_kernel(_overload("rfftn"), None, back=False),
+    "fft_rfft2": _block_kernel(_overload("rfft2"), (-2, -1), back=False),
+    "fft_ihfftn": _block_kernel(_overload("ihfftn"), None, back=True),
+    "fft_ihfft2": _block_kernel(_overload("ihfft2"), (-2, -1), back=True),
 }
 
 

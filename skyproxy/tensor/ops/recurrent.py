@@ -4,7 +4,8 @@ For accelerators PyTorch takes another way: fused cells, and the input's product
 would round otherwise than local PyTorch does, in backward too. So the CPU's way is written out (ATen/native/RNN.cpp):
 for an LSTM in float32 one oneDNN operation a layer, otherwise the whole sequence's product with the input weights
 first, then one cell a step.
-On a CUDA worker PyTorch's own way for accelerators is taken.
+On a CUDA worker cuDNN computes whole networks (`cuda_recurrent`), and what it does not takes PyTorch's own way for
+accelerators.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from skyproxy.tensor.core.torch_private import (
     unwrap_gradients,
 )
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
+from skyproxy.tensor.ops import cuda_recurrent
 from skyproxy.tensor.ops.own_gradients import wants_stock_formula
 from skyproxy.torch_codec import DTYPE_NAMES
 
@@ -296,8 +298,13 @@ def _is_computed_here(values: Tensor, hx: Any, params: Sequence[Tensor | None]) 
     return all(other is None or type(unwrap_gradients(other)[0]) is RemoteTensor for other in others)
 
 
-def _kernel(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:
+def _kernel(overload: OpOverload, cell: Cell, mode: int) -> Callable[..., object]:
+    several = cell is _lstm_cell
+
     def kernel(sequence: Tensor, hx: Any, params: Sequence[Tensor], *options: Any, **named: Any) -> object:
+        if cuda_recurrent.takes_cudnn(sequence):
+            hiddens = list(hx) if several else [hx]
+            return cuda_recurrent.compute_network(mode, sequence, hiddens, params, *options, **named)
         if not _is_computed_here(sequence, hx, params):
             return overload.decompose(sequence, hx, params, *options, **named)
         return _network(cell, sequence, list(hx) if several else [hx], params, *options, **named)
@@ -305,8 +312,13 @@ def _kernel(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., ob
     return kernel
 
 
-def _packed_kernel(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:
+def _packed_kernel(overload: OpOverload, cell: Cell, mode: int) -> Callable[..., object]:
+    several = cell is _lstm_cell
+
     def kernel(rows: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> object:
+        if cuda_recurrent.takes_cudnn(rows) and batch_sizes.device.type == "cpu":
+            hiddens, sizes = list(hx) if several else [hx], batch_sizes.tolist()
+            return cuda_recurrent.compute_network(mode, rows, hiddens, params, *options, batch_sizes=sizes)  # type: ignore[misc]
         if batch_sizes.device.type != "cpu" or not _is_computed_here(rows, hx, params):
             return overload.decompose(rows, batch_sizes, hx, params, *options)
         sizes, hiddens = batch_sizes.tolist(), list(hx) if several else [hx]
@@ -323,8 +335,8 @@ def _packed_kernel(overload: OpOverload, cell: Cell, several: bool) -> Callable[
 _KERNELS: dict[str, Callable[..., object]] = {}
 for _name, _cell in (("lstm", _lstm_cell), ("gru", _gru_cell), ("rnn_tanh", _tanh_cell), ("rnn_relu", _relu_cell)):
     _packet = getattr(torch.ops.aten, _name)
-    _KERNELS[_name + ".input"] = _kernel(_packet.input, _cell, _name == "lstm")
-    _KERNELS[_name + ".data"] = _packed_kernel(_packet.data, _cell, _name == "lstm")
+    _KERNELS[_name + ".input"] = _kernel(_packet.input, _cell, cuda_recurrent.MODES[_name])
+    _KERNELS[_name + ".data"] = _packed_kernel(_packet.data, _cell, cuda_recurrent.MODES[_name])
 
 
 def _single_step(overload: OpOverload, cell: Cell, several: bool) -> Callable[..., object]:

@@ -5,8 +5,11 @@ See `shapes.rules`; this module completes its table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
+from skyproxy.tensor.shapes.selections import plain
 from skyproxy.tensor.shapes.special_functions import RULES
 
 
@@ -63,6 +66,48 @@ def _lstm_cell_backward(
         return None
     bias = (plain_meta((4 * hidden,), workspace.dtype) if has_bias else None, None)
     return [*_rows(workspace, 4 * hidden, hidden), bias]
+
+
+@rule("_cudnn_rnn_backward")
+def _network_backward(
+    x: Meta,
+    weights: Sequence[Meta],
+    weight_stride0: int,
+    weight_buffer: Meta,
+    hx: Meta,
+    cx: Meta | None,
+    output: Meta,
+    grad_output: Meta | None,
+    grad_hy: Meta | None,
+    grad_cy: Meta | None,
+    mode: int,
+    hidden_size: int,
+    proj_size: int,
+    num_layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: Sequence[int],
+    dropout_state: Meta | None,
+    reserve: Meta,
+    output_mask: Sequence[bool],
+) -> RuleResult:
+    """The kernel computes the gradients of input and states whether they are wanted or not."""
+    known = plain(x, hx, *weights) and (cx is None or cx.plain)
+    if not known or not train or (grad_output is None and grad_hy is None and grad_cy is None):
+        return None
+    size = x.size
+    time_first = bool(batch_sizes) or not batch_first
+    stride = None if time_first else (size[2], size[0] * size[2], 1)
+    of_cells = None if cx is None else plain_meta(cx.size, x.dtype)
+    of_weights: list[tuple[Meta, int | None]] = [(plain_meta(w.size, w.dtype), None) for w in weights]
+    return [
+        (plain_meta(size, x.dtype, stride), None),
+        (plain_meta(hx.size, x.dtype), None),
+        (of_cells, None),
+        of_weights if output_mask[3] else [],
+    ]
 
 
 __all__ = ["RULES"]

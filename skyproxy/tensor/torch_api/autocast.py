@@ -160,7 +160,7 @@ def kind_of_worker(values: Iterable[object]) -> str:
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.device.type == "sky":
-                return str(DEVICES.of(value.device).place[0])
+                return str(DEVICES.of(value.device).row["type"])
         elif isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
             return kind_of_worker(value)
     return "cuda"
@@ -283,6 +283,19 @@ def _divide(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: di
         _region.entered = True
 
 
+def _network_in_halves(op: OpOverload) -> Callable[..., object]:
+    """The form of cuDNN's recurrent networks, which are in float16 whatever the region's dtype is."""
+
+    def kernel(x: Any, weights: list[Any], width: int, buffer: Any, hx: Any, cx: Any, *options: object) -> object:
+        with _Without(_below):
+            x, hx, cx = (cast(value, torch.float16) for value in (x, hx, cx))
+            if _is_eligible(weights[0]):
+                weights, buffer = [weight.to(torch.float16) for weight in weights], None
+            return op(x, weights, width, buffer, hx, cx, *options)
+
+    return kernel
+
+
 def _refuse(*args: object, **kwargs: object) -> object:
     raise RuntimeError(
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
@@ -324,6 +337,7 @@ def _forms_on_cuda() -> dict[str, Callable[..., object]]:
         (PROMOTE, _promote),
     )
     forms.update({name: _norm(_overload(name), _overload(other), count) for name, (other, count) in NORMS.items()})
+    forms["_cudnn_rnn"] = _network_in_halves(_overload("_cudnn_rnn"))
     return {**forms, "binary_cross_entropy": _refuse}
 
 

@@ -316,7 +316,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def _seed(chosen: SkyDevice, seed: int) -> None:
-    chosen.session.do("manual_seed", chosen.place, as_seed(seed))
+    chosen.change_random_state("manual_seed", chosen.place, as_seed(seed))
 
 
 def seed() -> None:
@@ -364,7 +364,7 @@ def set_rng_state(new_state: torch.Tensor, device: DeviceLike = "sky") -> None:
     if isinstance(new_state, KeptRandomState):
         new_state.restore(chosen)
         return
-    chosen.session.do("set_random_state", chosen.place, bytes_of_state(new_state))
+    chosen.change_random_state("set_random_state", chosen.place, bytes_of_state(new_state))
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:

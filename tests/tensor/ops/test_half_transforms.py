@@ -58,7 +58,7 @@ def cuda(sky_devices: tuple[str, str]) -> Iterator[torch.device]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("name", (*ONE, *SEVERAL, *TWO))
+@pytest.mark.parametrize("name", [*ONE, *SEVERAL, *TWO])
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_transform_of_half_precision_is_what_cuda_makes_of_it(name: str, inference: bool, cuda: torch.device) -> None:
     values = torch.randn(16, 2, 8).half()

@@ -151,37 +151,6 @@ def test_a_mode_is_in_force_on_every_worker_once_it_is_set(name: str, sky: str, 
                 assert found == value
 
 
-def test_the_order_that_pytorch_prefers_by_the_hardware_is_not_the_programs(sky: str) -> None:
-    setter, before = torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order()
-    try:
-        setter.__wrapped__([3, 1, 2, 0, 4])  # type: ignore[attr-defined]  # as its first attention on Hopper does
-        torch.set_float32_matmul_precision("high")
-        assert "sdp.priority_order" not in dict(DEVICES.of(sky).modes)
-        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            assert dict(DEVICES.of(sky).modes)["sdp.priority_order"][:2] == (0, 1)
-            with sdpa_kernel([SDPBackend.FLASH_ATTENTION], set_priority=True):
-                assert dict(DEVICES.of(sky).modes)["sdp.priority_order"][0] == 1
-        assert "sdp.priority_order" not in dict(DEVICES.of(sky).modes)
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        setter.__wrapped__(before)  # type: ignore[attr-defined]
-
-
-def test_an_order_that_is_pytorchs_own_here_is_told_where_the_program_asks_for_it(sky: str) -> None:
-    with sdpa_kernel(
-        [
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.MATH,
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.OVERRIDEABLE,
-        ],
-        set_priority=True,
-    ):
-        assert dict(DEVICES.of(sky).modes)["sdp.priority_order"] == (1, 2, 0, 3, 4)
-    assert "sdp.priority_order" not in dict(DEVICES.of(sky).modes)
-
-
 def test_a_mode_that_is_not_reset_to_another_value_tells_nothing(sky: str) -> None:
     torch.sky.synchronize(sky)
     torch.set_float32_matmul_precision("highest")
