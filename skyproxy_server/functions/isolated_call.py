@@ -14,7 +14,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -99,6 +99,7 @@ class IsolatedCall:
         self._tail = ""
         self._ended = False
         self._debugger: DistantDebugger | None = None
+        self._begin_again: Callable[[], None] | None = None
 
     def stop(self) -> None:
         """The caller has given the call up: it may clean up for a moment. From any thread."""
@@ -125,7 +126,9 @@ class IsolatedCall:
                 if task.get("debug") is not None:
                     self._debugger = DistantDebugger(call.identity, partial(_tell_debugger, process))
                     DEBUGGERS.add(self._debugger)
-                self._send(process.channel, call, task, pieces, function)
+                send = partial(self._send, process.channel, call, task, pieces, function)
+                send()
+                self._begin_again = send
                 self._relay(process, call)
             except ChannelClosedError:
                 self._drain(process, call)
@@ -201,6 +204,11 @@ class IsolatedCall:
 
     def _on_message(self, process: Fledgling, call: Caller) -> None:
         message, files = process.channel.receive()
+        begin_again, self._begin_again = self._begin_again, None
+        if begin_again is not None and message.get("kind") == "refused" and not files:
+            self._loan.tensors.lend_copies(str(message.get("why")))
+            begin_again()
+            return
         try:
             if self._stopped_at is None:
                 self._take(process, call, message, files)
@@ -283,6 +291,11 @@ class IsolatedCall:
             return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", value)).untyped_storage()
         if kind == "cuda":
             return copy_of_lent(value)
+        if kind == "copy":
+            number, index = value
+            if type(number) is int and type(index) is int and first <= number < len(pieces):
+                own = torch.empty(pieces[number].nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
+                return own.copy_(pieces[number]).untyped_storage()
         raise ProtocolError(f"a storage of kind {kind!r:.40}")
 
     # --- what it prints ----------------------------------------------------------------------------------------------

@@ -50,10 +50,15 @@ class IsolatedFunction:
         channel: to the worker.
         start: what the worker says of the call.
         files: the memory of its arguments.
+        can_share: whether the worker and this process can share memory of a GPU, as far as is known.
+
+    Raises:
+        RuntimeError: what the worker shares of a GPU cannot be opened.
     """
 
-    def __init__(self, channel: ControlChannel, start: Start, files: Sequence[int]) -> None:
+    def __init__(self, channel: ControlChannel, start: Start, files: Sequence[int], can_share: bool = True) -> None:
         self._channel = channel
+        self._can_share = can_share
         storages, rows = start["lent"]
         self._borrowed = Borrowed(storages, rows, files)
         self._lent_to_worker: dict[int, list[torch.UntypedStorage]] = {}
@@ -132,6 +137,7 @@ class IsolatedFunction:
         if event.kind == "error":
             with contextlib.suppress(RuntimeError):  # perhaps the very error that is told here: it stays with a context
                 wait_for_gpus()  # for what the function has changed until then
+        self._borrowed.give_back(event.value.get("changed", ()))
         pieces: list[Buffer | torch.Tensor] = list(event.pieces or ())
         head: dict[str, object] = {"value": event.value, "count": len(pieces)}
         if event.kept:
@@ -169,8 +175,15 @@ class IsolatedFunction:
         if kind_of(storage) == "cuda":
             if not storage.nbytes():
                 return ["empty", storage.device.index]
-            self._lent_to_worker.setdefault(number, []).append(storage)
-            return ["cuda", handle_of(storage)]
+            if self._can_share:
+                with contextlib.suppress(RuntimeError):
+                    handle = handle_of(storage)
+                    self._lent_to_worker.setdefault(number, []).append(storage)
+                    return ["cuda", handle]
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            copy.untyped_storage().copy_(storage)
+            pieces.append(copy)
+            return ["copy", [len(pieces) - 1, storage.device.index]]
         pieces.append(torch.empty(0, dtype=torch.uint8).set_(storage))
         return ["piece", len(pieces) - 1]
 
@@ -227,6 +240,24 @@ def main(control: int, out: int, err: int) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     channel = ControlChannel(socket.socket(fileno=control))
+    start, pieces, files = _receive_start(channel)
+    _settle(start)
+    try:
+        isolated = IsolatedFunction(channel, start, files)
+    except (RuntimeError, AssertionError) as error:
+        if all(kind != "cuda" for kind, _ in start["lent"][0]):
+            raise
+        # A driver may refuse to share memory, in a virtual machine say. The worker begins again, with copies.
+        channel.send({"kind": "refused", "why": str(error)})
+        start, pieces, files = _receive_start(channel)
+        isolated = IsolatedFunction(channel, start, files, can_share=False)
+    content = start["function"]
+    function = KnownFunction(content, None) if content is not None else None
+    isolated.run(start["task"], pieces, function)
+
+
+def _receive_start(channel: ControlChannel) -> tuple[Start, list[object], list[int]]:
+    """Return what the worker says of the call, its payload, and the memory of its arguments; end if it says nothing."""
     try:
         message, descriptors = channel.receive()
         files: list[int] = []
@@ -234,11 +265,7 @@ def main(control: int, out: int, err: int) -> NoReturn:
             files += channel.receive()[1]
     except ChannelClosedError:
         os._exit(0)
-    start, pieces = _read_start(descriptors[0], message["head"])
-    _settle(start)
-    content = start["function"]
-    function = KnownFunction(content, None) if content is not None else None
-    IsolatedFunction(channel, start, files).run(start["task"], pieces, function)
+    return *_read_start(descriptors[0], message["head"]), files
 
 
 def _read_start(file: int, head_bytes: int) -> tuple[Start, list[object]]:

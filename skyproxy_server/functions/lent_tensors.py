@@ -5,6 +5,7 @@ What is lent is memory, not a pickle: the borrower is told sizes, and lies about
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from skyproxy.errors import ProtocolError
 from skyproxy.torch_codec import Description
 from skyproxy_server.functions.memory_files import descriptor_of, mapped_storage, shared_storage
 from skyproxy_server.gates import OWN_USES, storage_key
+
+logger = logging.getLogger("skyproxy.server")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LONGEST = 1 << 62
@@ -29,7 +32,7 @@ class LentTensors:
     Memory of the CPU can be lent where it is that of a file. So what is lent for the first time moves there, with all
     of the session's tensors that share it: one copy, once; its storage cannot be resized from then on. What somebody
     else in this process holds, a function that runs or a global of one, stays where it is: a copy is lent, and copied
-    back where the function has changed it.
+    back where the function has changed it. So is memory of a GPU where processes cannot share it.
 
     Made on the thread of the session's operations, between two of them.
 
@@ -50,6 +53,7 @@ class LentTensors:
         """
         self.tensors = list(tensors)
         self._copied: dict[int, torch.UntypedStorage] = {}
+        self._can_share = True
         self._keys: list[int] = []
         self._own: dict[int, torch.UntypedStorage] = {}
         for tensor in self.tensors:
@@ -99,18 +103,35 @@ class LentTensors:
         for key, own in self._own.items():
             if not own.nbytes():
                 storages.append(["empty", str(own.device)])
-            elif kind_of(own) == "cuda":
-                storages.append(["cuda", handle_of(own)])
+            elif kind_of(own) == "cuda" and (handle := self._try_to_share(own)) is not None:
+                storages.append(["cuda", handle])
             else:
+                kind = "file"
+                if kind_of(own) == "cuda":
+                    kind, self._copied[key] = "copy", shared_storage(own.nbytes())
+                    self._copied[key].copy_(own)
                 descriptor = descriptor_of(self._copied.get(key, own))
                 assert descriptor is not None  # see `_move`
                 files.append(descriptor)
-                storages.append(["file", own.nbytes()])
+                storages.append([kind, [own.nbytes(), str(own.device)]])
         rows = [
             [numbers[key], torch_codec.encode_description(torch_codec.describe(tensor))]
             for key, tensor in zip(self._keys, self.tensors)
         ]
         return storages, rows, files
+
+    def _try_to_share(self, storage: torch.UntypedStorage) -> list[Any] | None:
+        if self._can_share:
+            try:
+                return handle_of(storage)
+            except RuntimeError as error:
+                self.lend_copies(str(error))
+        return None
+
+    def lend_copies(self, why: str) -> None:
+        """Lend copies of what lies on a GPU from now on: its memory cannot be shared."""
+        logger.warning("a function's process gets copies of CUDA tensors: their memory cannot be shared: %.300r", why)
+        self._can_share = False
 
     def storage(self, number: object) -> torch.UntypedStorage:
         """Return the session's own storage behind a number of `describe`.
@@ -221,28 +242,40 @@ class Borrowed:
             torch.cuda.init()  # opening a handle does not by itself: it ends the process with SIGSEGV
         # Held until the process ends: with the last tensor, CUDA's count of users would go down, which the lender has
         # done already.
-        self._storages = [_borrow(kind, value, rest) for kind, value in storages]
+        self._copied: dict[int, torch.UntypedStorage] = {}
+        self._storages = [self._borrow(number, kind, value, rest) for number, (kind, value) in enumerate(storages)]
+        self._places = [int(number) for number, _ in rows]
         self._numbers = {storage._cdata: number for number, storage in enumerate(self._storages)}
         self.tensors = [
             tensor_in(self._storages[number], torch_codec.decode_description(described)) for number, described in rows
         ]
 
+    def _borrow(self, number: int, kind: str, value: Any, files: Iterator[int]) -> torch.UntypedStorage:
+        if kind == "cuda":
+            return torch.UntypedStorage._new_shared_cuda(*value)
+        if kind == "empty":
+            return torch.empty(0, dtype=torch.uint8, device=value).untyped_storage()
+        descriptor, (size, device) = next(files), value
+        try:
+            lent = mapped_storage(descriptor, size)
+        finally:
+            os.close(descriptor)
+        if kind == "file":
+            return lent
+        self._copied[number] = lent
+        own = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        own.copy_(lent)
+        return own
+
+    def give_back(self, changed: Iterable[int]) -> None:
+        """Let the lender see what has changed of these arguments, where it has lent copies."""
+        for number in {self._places[argument] for argument in changed} & self._copied.keys():
+            self._copied[number].copy_(self._storages[number])
+
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the lent storage that a tensor lies in; None for another one."""
         key = storage_key(tensor)
         return None if key is None else self._numbers.get(key)
-
-
-def _borrow(kind: str, value: Any, files: Iterator[int]) -> torch.UntypedStorage:
-    if kind == "cuda":
-        return torch.UntypedStorage._new_shared_cuda(*value)
-    if kind == "empty":
-        return torch.empty(0, dtype=torch.uint8, device=value).untyped_storage()
-    descriptor = next(files)
-    try:
-        return mapped_storage(descriptor, value)
-    finally:
-        os.close(descriptor)
 
 
 def tensor_in(storage: torch.UntypedStorage, description: Description) -> torch.Tensor:

@@ -320,6 +320,37 @@ def test_an_error_that_a_gpu_tells_late_is_the_functions_and_comes_though_it_sta
     assert kept.tolist() == [1, 1]
 
 
+def test_where_processes_cannot_share_memory_of_a_gpu_they_get_copies(node: skyproxy.Node, sky: str) -> None:
+    def play() -> None:
+        """Play a GPU in this worker, whose memory no process of a function can open."""
+        from skyproxy_server.functions import lent_tensors
+
+        lending: Any = lent_tensors
+        lending.originals = lending.kind_of, lending.handle_of
+        lending.kind_of = lambda storage: "cuda"
+        lending.handle_of = lambda storage: [0, b"handle", 16, 0, b"counter", 0, b"event", False]
+
+    def stop() -> None:
+        from skyproxy_server.functions import lent_tensors
+
+        lending: Any = lent_tensors
+        lending.kind_of, lending.handle_of = lending.originals
+
+    def change(tensor: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensor.add_(1)[1:], tensor + other
+
+    given, other = torch.arange(4.0, device=sky), torch.ones(4, device=sky)
+    node.run(play)
+    try:
+        for _ in range(2):
+            view, total = isolated(node, change, given, other)
+    finally:
+        node.run(stop)
+    assert (given.tolist(), view.tolist(), total.tolist()) == ([2, 3, 4, 5], [3, 4, 5], [3, 4, 5, 6])
+    view.zero_()
+    assert given.tolist() == [2, 0, 0, 0]
+
+
 def test_a_call_knows_its_context(node: skyproxy.Node) -> None:
     def look() -> tuple[str, Any, int]:
         call = skyproxy.runtime.current_call()

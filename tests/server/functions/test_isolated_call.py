@@ -148,6 +148,21 @@ def test_a_result_is_passed_on_as_the_bytes_that_it_is() -> None:
     assert (event.kind, [bytes(piece) for piece in event.pieces or ()]) == ("result", [b"one", b"two"])
 
 
+def test_a_process_that_cannot_open_the_memory_of_a_gpu_is_told_again_with_copies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def peer(channel: ControlChannel) -> None:
+        heard(channel)
+        channel.send({"kind": "refused", "why": "invalid resource handle\nof a GPU"})
+        heard(channel)
+        say(channel)
+        channel.receive()
+
+    [event] = run(peer)[0].told
+    assert event.kind == "result"
+    assert r"invalid resource handle\nof a GPU" in caplog.text
+
+
 def leaves_before_it_hears(channel: ControlChannel) -> None:
     channel.close()
 
@@ -199,6 +214,13 @@ def prints_no_text(channel: ControlChannel) -> None:
     channel.receive()
 
 
+def refuses_twice(channel: ControlChannel) -> None:
+    for _ in range(2):
+        heard(channel)
+        channel.send({"kind": "refused", "why": "invalid resource handle"})
+    channel.receive()
+
+
 @pytest.mark.parametrize(
     "peer",
     [
@@ -223,6 +245,11 @@ def prints_no_text(channel: ControlChannel) -> None:
         says(storages=[["file", 4]], kept=[[0, ["uint8", [1], [1], 0]]]),
         says(storages=[], kept=[[0, ["uint8", [1], [1], 0]]]),
         says(storages=3),
+        says(storages=[["copy", [0, 0]]]),
+        says(storages=[["copy", [9, 0]]]),
+        says(storages=[["copy", 0]]),
+        says(storages=[["empty", "meta"]]),
+        refuses_twice,
     ],
 )
 def test_a_process_that_leaves_or_lies_ends_its_call_and_nothing_else(peer: Peer) -> None:

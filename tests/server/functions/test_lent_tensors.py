@@ -191,3 +191,32 @@ def test_what_was_lent_is_not_kept_by_whoever_still_knows_of_the_loan(fake_cuda:
     assert storage() is not None
     lent.release()
     assert (tensor(), storage()) == (None, None)
+
+
+def test_memory_of_a_gpu_that_cannot_be_shared_is_lent_as_a_copy_and_copied_back(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.arange(4.0)
+    lent = LentTensors([whole[:2], whole[2:]], [whole])
+    borrow(lent)
+    assert len(fake_cuda.shared) == 1
+    lent.lend_copies("invalid resource handle")
+    borrowed = borrow(lent)
+    first, second = borrowed.tensors
+    second.add_(1)
+    assert (whole.tolist(), len(fake_cuda.shared)) == ([0, 1, 2, 3], 1)
+    borrowed.give_back([1])
+    assert lent.take_back([1]) == [1]
+    assert (whole.tolist(), first.tolist()) == ([0, 1, 3, 4], [0, 1])
+    assert borrowed.number_of(second) == borrowed.number_of(first) == 0
+
+
+def test_a_storage_that_the_driver_does_not_share_is_lent_as_a_copy(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(storage: torch.UntypedStorage) -> None:
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", refuse, raising=False)
+    [theirs] = borrow(LentTensors([torch.ones(2)], [])).tensors
+    assert theirs.tolist() == [1, 1]
