@@ -105,6 +105,14 @@ def operand_count(templates: Iterable[object]) -> int:
     return sum(map(takes_operand, templates))
 
 
+def number_places(definition: Sequence[Any]) -> tuple[int, ...]:
+    """Return which operands of an op may be numbers or lists of them, and not slots, counted from 1 behind its own."""
+    name, arguments, keywords, *_ = definition
+    templates = [*arguments, *(keywords.values() if name != COMPILED else ())]
+    operands = enumerate(filter(takes_operand, templates), 1)
+    return tuple(place for place, template in operands if template[0] in (VALUE, HOST_SCALAR))
+
+
 def width_table(ops: Mapping[int, int] | None = None) -> dict[int, int]:
     """Return how many operands each command takes, by number: the built-in ones, and ops as they are defined."""
     return {**OPERANDS, **(ops or {})}

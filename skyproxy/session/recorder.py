@@ -54,6 +54,7 @@ class Recorder:
         held: for each slot, whether a tensor has it; what is in `free` is not held. With it, finding which of the dirty
             slots are still free takes as long as there are dirty ones, however many are free.
         widths: how many operands each command takes; ops are added as they are defined.
+        repeats: recognises the batches that come again.
         limit: the length of `stream` from which it is time to call `send_some`.
         emit: puts one whole command into the stream: `emit((number, *operands))`. It is the list's own `extend`, so it
             never waits and nothing comes between: destructors may call it, and what must not be torn by Ctrl-C.
@@ -102,7 +103,7 @@ class Recorder:
         if self._wait_for_outcome is not None:
             self._first_limit = self._last_limit = -1
         self.limit = self._first_limit
-        self._repeats = Repeats(self.widths)
+        self.repeats = Repeats(self.widths)
         self._sent_ops = 0
         self._buffers: list[Buffer] = []
         self._buffered_bytes = 0
@@ -264,7 +265,7 @@ class Recorder:
             sequence = Sequence(self._sequence + 1)
             batch = make(sequence)
             sent = RecordedBatch(sequence, batch.stream, [])
-            self._repeats.seen.clear()
+            self.repeats.seen.clear()
             # As in `_cut`, there must be no call between these statements.
             self._outgoing = (batch, sent)
             self._sequence += 1
@@ -365,9 +366,9 @@ class Recorder:
             positions = commands.walk(self.stream, self.widths, recorded[0])
             place = find_cut(self.stream, positions, self.limit, recorded)
         count, line_count, buffer_count = place
-        stream, buffers, seen = self.stream[:count], self._buffers[:buffer_count], self._repeats.seen
+        stream, buffers, seen = self.stream[:count], self._buffers[:buffer_count], self.repeats.seen
         sequence = Sequence(self._sequence + 1)
-        message, key, known = self._repeats.choose(sequence, stream, tuple(buffers), positions)
+        message, key, known = self.repeats.choose(sequence, stream, tuple(buffers), positions)
         sent = RecordedBatch(sequence, stream, self.lines[:line_count])
         buffered = sum(map(len, buffers))
         # There must be no call between these statements: Ctrl-C strikes only after calls, and would lose or repeat

@@ -8,8 +8,8 @@ for the second time is given a name; from the third time on, the name and what s
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from hashlib import blake2b
-from itertools import compress, count
 from typing import Any, NamedTuple
 
 import msgpack
@@ -21,36 +21,41 @@ _SMALLEST = 24
 """Streams shorter than this are not worth a name."""
 _SHARE_OF_NEW = 16
 """One of so many commands may be an EXPECT where a batch is worth a name: what reshapes in place has one each time."""
-_REQUESTS = frozenset({commands.FETCH, commands.CALL, commands.DESCRIBE})
-_VARIABLE = frozenset({float, list})
-"""The types of what may differ from one time to the next."""
+_REQUEST_PLACES = {commands.FETCH: (1, 3), commands.CALL: (1,), commands.DESCRIBE: (1,)}
+"""The operands of what asks for something that differ each time."""
 
 
-def holes_of(stream: list[Any], positions: list[int]) -> list[int]:
+def holes_of(
+    stream: list[Any], positions: list[int], numbers: list[int], number_places: Mapping[int, tuple[int, ...]]
+) -> list[int]:
     """The places in a stream that may differ although the program does the same thing again.
 
     Fractions (learning rates, bias corrections), lists of them, and the numbers of requests.
 
     Args:
         stream: commands.
-        positions: where each of them begins; those beyond the stream's end are passed over.
+        positions: where each of them begins, perhaps with some beyond the stream's end.
+        numbers: the number of each command.
+        number_places: which operands of an op may be numbers; ops of which none may are not there.
     """
-    holes = [
-        i
-        for i in compress(count(), map(_VARIABLE.__contains__, map(type, stream)))
-        if type(stream[i]) is float or (stream[i] and type(stream[i][0]) is float)
-    ]
-    end = len(stream)
-    numbers = [stream[at] for at in positions if at < end]
-    if _REQUESTS.isdisjoint(numbers):
+    # Few commands take numbers: to look at every item, though by functions of C, takes three times as long.
+    holes = []
+    for i in _places(positions, numbers, number_places):
+        value = stream[i]
+        if type(value) is float or (type(value) is list and value and type(value[0]) is float):
+            holes.append(i)
+    if _REQUEST_PLACES.keys().isdisjoint(numbers):
         return holes
-    requests = []
-    for at, number in zip(positions, numbers, strict=False):
-        if number in _REQUESTS:
-            requests.append(at + 1)
-            if number == commands.FETCH:
-                requests.append(at + 3)
-    return sorted({*holes, *requests})
+    return sorted([*holes, *_places(positions, numbers, _REQUEST_PLACES)])
+
+
+def _places(positions: list[int], numbers: list[int], operands: Mapping[int, tuple[int, ...]]) -> list[int]:
+    return [
+        at + place
+        for at, number in zip(positions, numbers, strict=False)
+        if number in operands
+        for place in operands[number]
+    ]
 
 
 def changes(before: list[Any], now: list[Any]) -> list[object]:
@@ -88,12 +93,14 @@ class Repeats:
     """The client's memory of the batches it sent.
 
     Attributes:
+        number_places: which operands of an op may be numbers, counted from 1; ops of which none may are not there.
         seen: for the hash of each batch that was sent, without its holes: its name, or 0 if it came once only, and
             what stood in the holes the last time.
     """
 
     def __init__(self, widths: dict[int, int]) -> None:
         self._widths = widths
+        self.number_places: dict[int, tuple[int, ...]] = {}
         self._pack = msgpack.Packer(default=str).pack
         self.seen: OrderedDict[bytes, tuple[int, list[Any]]] = OrderedDict()
 
@@ -121,7 +128,7 @@ class Repeats:
         if _SHARE_OF_NEW * numbers.count(commands.EXPECT) > len(numbers):
             # These ops come for the first time on such shapes, which happens once: it does not come again as it is.
             return BatchForm(Batch(sequence, stream, buffers), b"", (0, []))
-        holes = holes_of(stream, positions)
+        holes = holes_of(stream, positions, numbers, self.number_places)
         template, values = stream, [stream[i] for i in holes]
         if holes:
             template = stream.copy()

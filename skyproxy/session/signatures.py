@@ -61,8 +61,12 @@ class Signatures:
                             f"this session uses {len(self._numbers)} different operation signatures, its limit. "
                             "Set SKYPROXY_MAX_SIGNATURES on both sides."
                         )
+                    definition = define()
                     self._recorder.widths[number] = width
-                    record = partial(self._recorder.emit, (commands.DEFINE, number, define()))
+                    places = commands.number_places(definition)
+                    if places:
+                        self._recorder.repeats.number_places[number] = places
+                    record = partial(self._recorder.emit, (commands.DEFINE, number, definition))
                     know = partial(self.structures.__setitem__, number, structure)
                     remember = partial(self._numbers.__setitem__, structure, number)
                     # All or none: `deque` makes these calls without returning to the interpreter, where Ctrl-C

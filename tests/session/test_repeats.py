@@ -17,6 +17,20 @@ from skyproxy_server.named_batches import NamedBatches
 
 ADD, SCALE = 32, 33
 WIDTHS = commands.width_table({ADD: 3, SCALE: 3})
+NUMBER_PLACES = {SCALE: (2,)}
+
+
+def new_repeats() -> Repeats:
+    """A memory that knows both ops."""
+    repeats = Repeats(WIDTHS)
+    repeats.number_places.update(NUMBER_PLACES)
+    return repeats
+
+
+def define_ops(recorder: Recorder) -> None:
+    """Make both ops known to a recorder."""
+    recorder.widths.update(WIDTHS)
+    recorder.repeats.number_places.update(NUMBER_PLACES)
 
 
 def step(rate: float, request: int = 0, ops: int = 10) -> list[Any]:
@@ -39,7 +53,7 @@ def sent(repeats: Repeats, streams: list[list[Any]]) -> list[Any]:
 
 def test_third_time_travels_by_name_and_runs_the_same_commands() -> None:
     streams = [step(0.1 * i, request=i + 7) for i in range(1, 6)]
-    messages = sent(Repeats(WIDTHS), [list(stream) for stream in streams])
+    messages = sent(new_repeats(), [list(stream) for stream in streams])
     assert [type(m) for m in messages] == [Batch, NamedBatch, Repeat, Repeat, Repeat]
     named = NamedBatches()
     for message, stream in zip(messages, streams, strict=True):
@@ -61,7 +75,7 @@ def test_signs_of_zeros_and_types_travel(before: Any, now: Any) -> None:
 
 def test_other_slots_are_another_batch() -> None:
     other = [ADD, 1, 1, 1, *step(0.5)]
-    messages = sent(Repeats(WIDTHS), [step(0.5), other, step(0.5), other])
+    messages = sent(new_repeats(), [step(0.5), other, step(0.5), other])
     assert [type(m) for m in messages] == [Batch, Batch, NamedBatch, NamedBatch]
     assert messages[2].name != messages[3].name
 
@@ -69,13 +83,14 @@ def test_other_slots_are_another_batch() -> None:
 def test_none_and_a_hole_are_not_taken_for_each_other() -> None:
     with_none = step(0.5)
     with_none[with_none.index(0.5)] = None
-    messages = sent(Repeats(WIDTHS), [step(0.5), step(0.5), with_none])
+    messages = sent(new_repeats(), [step(0.5), step(0.5), with_none])
     assert [type(m) for m in messages] == [Batch, NamedBatch, Batch]
 
 
 def test_holes_are_fractions_lists_of_them_and_request_numbers() -> None:
     stream = [ADD, 1, 2, 3, SCALE, 1, [0.5, 0.5], 2, commands.FETCH, 99, 2, 99, SCALE, 1, 0.25, 2]
-    assert holes_of(stream, commands.walk(stream, WIDTHS)) == [6, 9, 11, 14]
+    positions = commands.walk(stream, WIDTHS)
+    assert holes_of(stream, positions, [stream[at] for at in positions], NUMBER_PLACES) == [6, 9, 11, 14]
 
 
 SERIES = [
@@ -108,7 +123,7 @@ def test_what_stayed_the_same_does_not_travel() -> None:
 
 
 def test_names_are_bounded_and_used_again() -> None:
-    repeats = Repeats(WIDTHS)
+    repeats = new_repeats()
     streams = [step(0.5, ops=8) + [ADD, i + 1, 1, 1] for i in range(MAX_NAMES + 50) for _ in range(3)]
     messages = sent(repeats, streams)
     assert len(repeats.seen) <= MAX_NAMES
@@ -161,7 +176,7 @@ def test_a_loop_settles_to_repeats_whatever_its_length_and_its_beginning() -> No
         for before in (0, 5, 50):
             sent_messages: list[Any] = []
             recorder = Recorder(sent_messages.append, lambda: (0, 0), Settings())
-            recorder.widths.update(WIDTHS)
+            define_ops(recorder)
             record(recorder, [ADD, 9, 9, 9] * before)
             # Slots differ from op to op, as they do in a program; the rate differs from step to step.
             for number in range(max(60, 15_000 // ops)):
@@ -174,7 +189,7 @@ def test_a_loop_settles_to_repeats_whatever_its_length_and_its_beginning() -> No
 def test_an_expectation_is_not_cut_from_its_op() -> None:
     sent_messages: list[Any] = []
     recorder = Recorder(sent_messages.append, lambda: (0, 0), Settings())
-    recorder.widths.update(WIDTHS)
+    define_ops(recorder)
     record(recorder, [item for n in range(2000) for item in (commands.EXPECT, [n], ADD, n, n + 1, n + 2)])
     ends = [NamedBatches().resolve(message).stream[-4] for message in sent_messages]  # type: ignore[union-attr]
     assert len(ends) > 5
@@ -182,7 +197,7 @@ def test_an_expectation_is_not_cut_from_its_op() -> None:
 
 
 def test_a_batch_with_many_new_ops_is_not_remembered_and_one_with_a_few_is() -> None:
-    repeats = Repeats(WIDTHS)
+    repeats = new_repeats()
     new = [commands.EXPECT, ["look"], *step(0.5)]
     for _ in range(3):
         messages = sent(repeats, [new * 4 + step(0.5) * 40])
@@ -194,7 +209,7 @@ def test_a_batch_with_many_new_ops_is_not_remembered_and_one_with_a_few_is() -> 
 def test_no_command_is_lost_or_split_by_the_cuts() -> None:
     sent_messages: list[Any] = []
     recorder = Recorder(sent_messages.append, lambda: (0, 0), Settings())
-    recorder.widths.update(WIDTHS)
+    define_ops(recorder)
     stream = [item for number in range(300) for item in step(0.01 * number, ops=number % 90)]
     record(recorder, stream)
     recorder.flush()

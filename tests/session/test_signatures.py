@@ -14,6 +14,13 @@ from skyproxy.session.signatures import Signatures
 from skyproxy.settings import Settings
 
 FIRST = commands.FIRST_SIGNATURE
+DEFINITION = [[commands.TENSOR], {}, [commands.NEW]]
+"""An op's, behind its name."""
+
+
+def define() -> list[Any]:
+    """Make a definition."""
+    return ["a", *DEFINITION]
 
 
 def made(most: int = 10) -> tuple[Signatures, Recorder]:
@@ -23,12 +30,25 @@ def made(most: int = 10) -> tuple[Signatures, Recorder]:
 
 def test_a_structure_is_defined_once() -> None:
     signatures, recorder = made()
-    numbers = [signatures.number(key, lambda key=key: [key], 2) for key in "abab"]  # type: ignore[misc]
+    numbers = [signatures.number(key, lambda key=key: [key, *DEFINITION], 2) for key in "abab"]  # type: ignore[misc]
     assert numbers == [FIRST, FIRST + 1, FIRST, FIRST + 1]
-    assert recorder.stream == [commands.DEFINE, FIRST, ["a"], commands.DEFINE, FIRST + 1, ["b"]]
+    assert recorder.stream == [commands.DEFINE, FIRST, ["a", *DEFINITION], commands.DEFINE, FIRST + 1, ["b", *DEFINITION]]
     assert recorder.widths == commands.width_table({FIRST: 2, FIRST + 1: 2})
     assert (signatures.known("b"), signatures.known("c")) == (FIRST + 1, None)
     assert signatures.structures == {FIRST: "a", FIRST + 1: "b"}
+
+
+def test_operands_that_may_be_numbers_are_noted_with_the_definition() -> None:
+    signatures, recorder = made()
+    value, number = commands.VALUE, [commands.HOST_SCALAR, "float32"]
+    constant = [commands.CONSTANT, "none", None]
+    arguments = [commands.TENSOR, constant, value, commands.TENSORS]
+    keywords = {"alpha": value, "other": commands.TENSOR}
+    op = signatures.number("op", lambda: ["aten::op", arguments, keywords, [commands.NEW]], 6)
+    fields = {"nodes": value}
+    graph = signatures.number("graph", lambda: [commands.COMPILED, [commands.TENSOR, number], fields, []], 2)
+    signatures.number("slots only", define, 2)
+    assert recorder.repeats.number_places == {op: (2, 4), graph: (2,)}
 
 
 def test_a_definition_that_fails_leaves_the_number_to_the_next() -> None:
@@ -39,16 +59,16 @@ def test_a_definition_that_fails_leaves_the_number_to_the_next() -> None:
 
     with pytest.raises(ValueError, match="no form"):
         signatures.number("a", fail, 1)
-    assert signatures.number("b", list, 1) == FIRST
-    assert recorder.stream == [commands.DEFINE, FIRST, []]
+    assert signatures.number("b", define, 1) == FIRST
+    assert recorder.stream == [commands.DEFINE, FIRST, define()]
 
 
 def test_the_limit_is_a_clear_error_and_keeps_what_there_is() -> None:
     signatures, _ = made(most=1)
-    signatures.number("a", list, 1)
+    signatures.number("a", define, 1)
     with pytest.raises(LimitExceededError, match="SKYPROXY_MAX_SIGNATURES"):
-        signatures.number("b", list, 1)
-    assert signatures.number("a", list, 1) == FIRST
+        signatures.number("b", define, 1)
+    assert signatures.number("a", define, 1) == FIRST
 
 
 def test_threads_agree_on_a_number() -> None:
@@ -58,7 +78,7 @@ def test_threads_agree_on_a_number() -> None:
 
     def ask() -> None:
         barrier.wait()
-        found.append(signatures.number("a", list, 1))
+        found.append(signatures.number("a", define, 1))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
