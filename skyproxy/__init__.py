@@ -231,6 +231,8 @@ def install() -> None:
     _installed = True
     when_imported("torch", lambda torch: when_whole("skyproxy", _load_device))
     when_imported("transformers.generation.utils", _complete_with("skyproxy.integrations.generation"))
+    for name in ("transformers.masking_utils", "transformers.generation.utils"):
+        when_imported(name, _complete_with("skyproxy.integrations.attention_masks"))
     when_imported("transformers.integrations.hub_kernels", _complete_with("skyproxy.integrations.layers"))
     when_imported("transformers.modeling_utils", _complete_with("skyproxy.integrations.attention"))
 

@@ -107,7 +107,7 @@ class Repeats:
     def choose(
         self,
         sequence: Sequence,
-        stream: list[object],
+        stream: list[Any],
         buffers: tuple[Buffer, ...],
         positions: list[int] | None = None,
     ) -> BatchForm:

@@ -21,3 +21,13 @@ if find_spec("torchvision") is not None:
             "The torchvision of this environment was built for another torch, and transformers cannot be imported "
             "beside it. Run `make environment`, which keeps it off the path, or: pip uninstall timm torchvision"
         ) from error
+
+
+@pytest.fixture
+def far(sky1: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device so far away that `generate` never waits before it has 64 tokens without news."""
+    from skyproxy.session.session import Session
+
+    far_away = property(lambda self: 1e6, lambda self, seconds: None)
+    monkeypatch.setattr(Session, "round_trip_seconds", far_away, raising=False)
+    return sky1

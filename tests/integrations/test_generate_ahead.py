@@ -18,7 +18,6 @@ pytest.importorskip("transformers")
 import transformers
 from transformers.generation import utils
 
-from skyproxy.session.session import Session
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from tests.integrations.language_models import make_model, placed, prompts
 
@@ -27,14 +26,6 @@ if not hasattr(utils, "DeferredStopCheck"):
 
 LONG = 40
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def far(sky1: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device so far away that `generate` never waits before it has 64 tokens without news."""
-    far_away = property(lambda self: 1e6, lambda self, seconds: None)
-    monkeypatch.setattr(Session, "round_trip_seconds", far_away, raising=False)
-    return sky1
 
 
 def round_trips() -> int:

@@ -32,7 +32,14 @@ def test_a_structure_is_defined_once() -> None:
     signatures, recorder = made()
     numbers = [signatures.number(key, lambda key=key: [key, *DEFINITION], 2) for key in "abab"]  # type: ignore[misc]
     assert numbers == [FIRST, FIRST + 1, FIRST, FIRST + 1]
-    assert recorder.stream == [commands.DEFINE, FIRST, ["a", *DEFINITION], commands.DEFINE, FIRST + 1, ["b", *DEFINITION]]
+    assert recorder.stream == [
+        commands.DEFINE,
+        FIRST,
+        ["a", *DEFINITION],
+        commands.DEFINE,
+        FIRST + 1,
+        ["b", *DEFINITION],
+    ]
     assert recorder.widths == commands.width_table({FIRST: 2, FIRST + 1: 2})
     assert (signatures.known("b"), signatures.known("c")) == (FIRST + 1, None)
     assert signatures.structures == {FIRST: "a", FIRST + 1: "b"}

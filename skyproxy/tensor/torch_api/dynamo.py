@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
@@ -27,6 +28,15 @@ from skyproxy.tensor.programs import compiler
 from skyproxy.tensor.torch_api import distributions, sky_module
 
 _TESTS = "tests/tensor/programs/test_compile.py"
+_inlined = {Path(str(module.__file__)).as_posix() for module in (memoized_calls, distributions)}
+
+
+def trace_through(file: str) -> None:
+    """Have Dynamo trace through what this file of ours wraps around functions of others, as if it were not there."""
+    _inlined.add(Path(file).as_posix())
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and patching.is_replaced(rules, "clear_lru_cache"):
+        rules.get_mod_inlinelist().update(_inlined)
 
 
 def _teach(dynamo: Any) -> None:
@@ -83,15 +93,14 @@ def _leave_out_own_frames() -> None:
     before = len(rules.SKIP_DIRS)
     rules.add("skyproxy")
     # Except for what we wrap around functions of the user and of PyTorch: Dynamo is to trace through that.
-    inlined = {Path(str(module.__file__)).as_posix() for module in (memoized_calls, distributions)}
-    rules.get_mod_inlinelist().update(inlined)
+    rules.get_mod_inlinelist().update(_inlined)
 
     def undo() -> None:
         for name in rules.SKIP_DIRS[before:]:
             if Path(name).name.startswith("skyproxy"):
                 rules.SKIP_DIRS.remove(name)
         rules._recompile_re()
-        rules.get_mod_inlinelist().difference_update(inlined)
+        rules.get_mod_inlinelist().difference_update(_inlined)
 
     why = "Dynamo would trace our own code, and looks through what is put around functions of the user"
     test = "tests/tensor/torch_api/test_dynamo.py::test_our_own_frames_are_not_compiled"
@@ -100,7 +109,7 @@ def _leave_out_own_frames() -> None:
     def clearing(clear: Callable[[], None]) -> Callable[[], None]:
         def clear_but_for_ours() -> None:
             clear()
-            rules.get_mod_inlinelist().update(inlined)
+            rules.get_mod_inlinelist().update(_inlined)
 
         return clear_but_for_ours
 

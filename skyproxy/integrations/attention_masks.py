@@ -1,0 +1,176 @@
+"""Attention masks of transformers whose values are asked for once, in place of once a token.
+
+Before every forward transformers asks whether a mask hides anything: if not, attention needs none. In `generate` the
+masks of the tokens are the first one with ones behind it, so the answer to the first is the answer to all. It is kept
+with the mask's storage, until something writes to that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, TypeGuard
+
+import torch
+
+from skyproxy import patching
+from skyproxy.patching import When
+from skyproxy.tensor.core.host_copies import sized_by
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.torch_api import dynamo
+
+_CAUSAL = ["padding_mask", "q_length", "kv_length", "q_offset", "kv_offset", "local_attention_size"]
+_BIDIRECTIONAL = ["padding_mask", "kv_length", "local_attention_size"]
+_PREPARED = ["config", "inputs_embeds", "attention_mask"]
+_UPDATED = ["self", "outputs", "model_kwargs"]
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_WHY = "`generate` asks once whether a mask hides anything, in place of one round trip a token"
+_TEST = "tests/integrations/test_attention_masks.py::test_a_mask_is_asked_for_once"
+_ORIGIN = "the mask that this one was made of"
+dynamo.trace_through(__file__)
+
+
+class _Facts:
+    """Knowledge of a mask's values, kept until something writes to its storage.
+
+    Args:
+        mask: whatever a program gives as a mask.
+    """
+
+    def __init__(self, mask: object) -> None:
+        self._known: dict[object, object] | None = None
+        if type(mask) is RemoteTensor and mask.layout is torch.strided:
+            self._known = sized_by(mask._sky)
+            self._look = (_Facts, mask._sky.meta)
+
+    @property
+    def hides_nothing(self) -> bool | None:
+        """True if all of the mask is; None where that is not known."""
+        answer = None if self._known is None else self._known.get(self._look)
+        return answer if type(answer) is bool else None
+
+    def learn(self, hides_nothing: bool | None) -> None:
+        """Note it, for what it was made of as well."""
+        if self._known is None or hides_nothing is None:
+            return
+        self._known[self._look] = hides_nothing
+        origin = self._known.get(_ORIGIN)
+        if type(origin) is _Facts:
+            origin.learn(hides_nothing)
+
+    def follow(self, origin: _Facts) -> None:
+        """Note that this mask hides what another one does."""
+        if self._known is None or self._known is origin._known:
+            return
+        if origin.hides_nothing is None:
+            self._known[_ORIGIN] = origin
+        else:
+            self.learn(origin.hides_nothing)
+
+
+def _prepare(plain: Callable[..., Sequence[object]]) -> Callable[..., object]:
+    @wraps(plain)
+    def prepare(config: object, inputs: object, attention_mask: object, *args: object, **kwargs: object) -> object:
+        prepared = plain(config, inputs, attention_mask, *args, **kwargs)
+        if torch.compiler.is_compiling():  # so that nothing else in here is traced
+            return prepared
+        if type(attention_mask) is RemoteTensor:
+            made = prepared[1]
+            if type(made) is RemoteTensor and made.dtype is torch.bool and made.shape == attention_mask.shape:
+                _Facts(made).follow(_Facts(attention_mask))
+        return prepared
+
+    return prepare
+
+
+def _update(plain: Callable[..., Mapping[str, object]]) -> Callable[..., object]:
+    @wraps(plain)
+    def update(
+        self: object, outputs: object, model_kwargs: dict[str, object], *args: object, **kwargs: object
+    ) -> object:
+        if torch.compiler.is_compiling():
+            return plain(self, outputs, model_kwargs, *args, **kwargs)
+        before = {name: model_kwargs.get(name) for name in _MASKS}
+        updated = plain(self, outputs, model_kwargs, *args, **kwargs)
+        for name, mask in before.items():
+            longer = updated.get(name)
+            if type(mask) is RemoteTensor and type(longer) is RemoteTensor and longer.shape[-1] > mask.shape[-1]:
+                _Facts(longer).learn(_Facts(mask).hides_nothing)
+        return updated
+
+    return update
+
+
+def _is_known_here(mask: object, is_traced: Callable[[object], bool]) -> TypeGuard[RemoteTensor]:
+    return type(mask) is RemoteTensor and not is_traced(mask)
+
+
+def _ignore_causal(plain: Callable[..., bool], is_traced: Callable[[object], bool]) -> Callable[..., object]:
+    @wraps(plain)
+    def ignore(
+        padding_mask: torch.Tensor | None,
+        q_length: int,
+        kv_length: int,
+        q_offset: object,
+        kv_offset: object,
+        local_attention_size: int | None = None,
+    ) -> object:
+        rest = q_length, kv_length, q_offset, kv_offset, local_attention_size
+        if torch.compiler.is_compiling() or not _is_known_here(padding_mask, is_traced) or type(q_offset) is not int:
+            return plain(padding_mask, *rest)
+        facts, width = _Facts(padding_mask), padding_mask.shape[-1]
+        is_whole = q_length == 1 or kv_length == q_length
+        if facts.hides_nothing and is_whole:
+            return plain(None, *rest)
+        # Of a mask that is longer than the keys, its end decides.
+        if facts.hides_nothing is False and width <= kv_length and q_offset != 0:
+            return False
+        ignored = plain(padding_mask, *rest)
+        has_window = local_attention_size is not None and kv_length >= local_attention_size
+        if is_whole and width == kv_length and not has_window and (kv_length == q_length or q_offset != 0):
+            facts.learn(ignored)
+        return ignored
+
+    return ignore
+
+
+def _ignore_bidirectional(plain: Callable[..., bool], is_traced: Callable[[object], bool]) -> Callable[..., object]:
+    @wraps(plain)
+    def ignore(padding_mask: torch.Tensor | None, kv_length: int, local_attention_size: int | None = None) -> object:
+        if torch.compiler.is_compiling() or not _is_known_here(padding_mask, is_traced):
+            return plain(padding_mask, kv_length, local_attention_size)
+        facts = _Facts(padding_mask)
+        if facts.hides_nothing is not None:
+            return facts.hides_nothing and plain(None, kv_length, local_attention_size)
+        ignored = plain(padding_mask, kv_length, local_attention_size)
+        if local_attention_size is None or kv_length < local_attention_size:
+            facts.learn(ignored)
+        return ignored
+
+    return ignore
+
+
+def install(module: Any) -> None:
+    """Complete `transformers.masking_utils`, which asks, or `transformers.generation.utils`, whose masks grow by ones.
+
+    A version that does so in other ways is left as it is.
+    """
+    owner = getattr(module, "GenerationMixin", None)
+    if owner is not None:
+        _wrap(owner, "_update_model_kwargs_for_generation", _UPDATED, _update)
+    is_traced = getattr(module, "is_tracing", None)
+    if is_traced is not None:
+        _wrap(module, "_preprocess_mask_arguments", _PREPARED, _prepare)
+        _wrap(module, "_ignore_causal_mask_sdpa", _CAUSAL, partial(_ignore_causal, is_traced=is_traced))
+        bidirectional = partial(_ignore_bidirectional, is_traced=is_traced)
+        _wrap(module, "_ignore_bidirectional_mask_sdpa", _BIDIRECTIONAL, bidirectional)
+
+
+def _wrap(owner: object, name: str, parameters: list[str], make: Callable[..., object]) -> None:
+    function = vars(owner).get(name)
+    if function is not None and list(inspect.signature(function).parameters)[: len(parameters)] == parameters:
+        patching.wrap(owner, name, make, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
+
+
+__all__ = ["install"]
