@@ -25,8 +25,13 @@ def test_every_row_names_an_entry_that_runs_on_the_cpu() -> None:
     assert set(exceptions.OPTIMIZERS) <= {info.optim_cls.__name__ for info in optim_db}
 
 
+def test_what_is_not_for_workers_is_in_the_database() -> None:
+    for name in exceptions.OF_CUDA_ONLY:
+        assert any(entry_name(op).startswith(name) for op in op_db)
+
+
 def test_every_row_has_a_reason() -> None:
-    for table in (exceptions.OPERATORS, exceptions.MODULES, exceptions.OPTIMIZERS):
+    for table in (exceptions.OPERATORS, exceptions.MODULES, exceptions.OPTIMIZERS, exceptions.OF_CUDA_ONLY):
         assert all(len(reason) > 20 for reason in table.values())
 
 

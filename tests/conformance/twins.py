@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.conformance.reference import REFERENCE
+
 NUMBERS = (bool, int, float, complex)
 
 
@@ -26,9 +28,10 @@ class Twins:
         return pytree.tree_map(lambda leaf: self._leaf(leaf, requires_grad), value)
 
     def _leaf(self, leaf: Any, requires_grad: bool | None) -> Any:
+        # Entries name the devices that this machine has: the CPU, and where it has a GPU `cuda` or `cuda:0`.
         if isinstance(leaf, torch.device):
-            return self.device if leaf.type == "cpu" else leaf
-        if isinstance(leaf, str) and leaf == "cpu":
+            return self.device if leaf.type in ("cpu", REFERENCE) else leaf
+        if isinstance(leaf, str) and leaf.partition(":")[0] in ("cpu", REFERENCE):
             return str(self.device)
         if not isinstance(leaf, torch.Tensor):
             return leaf
