@@ -206,7 +206,8 @@ class FunctionCall:
                     self._flush()
                     self.has_run()
                     self._fail(error)
-                CONTEXT.note(error)
+                if words := self._explain_lost_context(error):
+                    CONTEXT.lose(words)
                 # If a function bound the error that it raised to a name, its frame holds itself, and all its variables.
                 traceback.clear_frames(error.__traceback__)
             finally:
@@ -359,10 +360,20 @@ class FunctionCall:
         self.events.add(kind, {**pickled.tables, "changed": returning.changed_arguments()}, pickled, kept)
 
     def _fail(self, error: BaseException) -> None:
-        if CONTEXT.on_lost is not None and (words := CONTEXT.explain(error)):  # not in a process of the call's own
+        if words := self._explain_lost_context(error):
             add_note(error, f"The session ends with this: {words}.")
         folders = PROJECT_CODE.folders(self.session)
         self.events.add("error", *describe_failure(error, self.name, folders, self._plain))
+
+    @staticmethod
+    def _explain_lost_context(error: BaseException) -> str:
+        """Return how the worker lost its CUDA context with this error, whatever the error's own code does; else ""."""
+        try:
+            return CONTEXT.explain(error) if CONTEXT.on_lost is not None else ""  # None in a process of the call's own
+        except CallInterrupt:
+            raise
+        except BaseException:
+            return ""
 
     # --- what it prints ----------------------------------------------------------------------------------------------
 
