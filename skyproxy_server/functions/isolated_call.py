@@ -165,6 +165,7 @@ class IsolatedCall:
             "function": function.content if function is not None else None,
             "lent": (storages, rows),
             "random": self._loan.random_states(),
+            "gpu_fractions": gpu_fractions(self._devices),
             "modes": torch_modes.values_in_force(),
             "threads": torch.get_num_threads(),
             "environment": {name: value for name, value in os.environ.items() if name != "SKYPROXY_TOKEN"},
@@ -354,6 +355,12 @@ def _ask_to_stop(process: Fledgling) -> None:
         process.channel.send({"cancel": "the caller gave it up"}, wait=False)
     except ChannelClosedError:
         process.kill()
+
+
+def gpu_fractions(devices: Sequence[DeviceRow]) -> list[tuple[int, float]]:
+    """Return how much of each GPU this process may take, by the GPU's number; nothing where it uses none."""
+    indices = [row["index"] for row in devices if row["type"] == "cuda"] if torch.cuda.is_initialized() else []
+    return [(index, torch.cuda.get_per_process_memory_fraction(index)) for index in indices]
 
 
 def copy_of_lent(handle: Sequence[Any]) -> torch.UntypedStorage:

@@ -196,6 +196,21 @@ def end(status: int) -> NoReturn:
     os._exit(status)
 
 
+def bound_gpus(fractions: Sequence[tuple[int, float]]) -> None:
+    """Let this process take no more of each GPU than its session may, from its first use of CUDA on.
+
+    Args:
+        fractions: numbers of GPUs, each with the part of its memory that PyTorch's allocator may take.
+    """
+
+    def bound() -> None:
+        for index, fraction in fractions:
+            torch.cuda.set_per_process_memory_fraction(fraction, index)
+
+    if any(fraction < 1 for _, fraction in fractions):
+        torch.cuda._lazy_call(bound)
+
+
 def wait_for_gpus() -> None:
     """Wait for all that this process computes on GPUs: the worker's streams know nothing of ours.
 
@@ -298,6 +313,7 @@ def _settle(start: Start) -> None:
     torch.set_num_threads(start["threads"])
     torch_modes.put_in_force(start["modes"])
     put_generator_states(start["random"])
+    bound_gpus(start["gpu_fractions"])
     sys.path[:] = start["path"]
     PROJECT_CODE.use(start["session"], start["folders"])
     output.install()

@@ -22,7 +22,7 @@ from skyproxy_server import usage as usage_module
 from skyproxy_server.controls import CONTROLS
 from skyproxy_server.devices import WorkerDevices
 from skyproxy_server.executor import Executor
-from skyproxy_server.functions import isolated_process
+from skyproxy_server.functions import isolated_call, isolated_process
 from skyproxy_server.isolation import session_process
 from skyproxy_server.profiling import WorkerProfile
 from skyproxy_server.reports import Reports
@@ -215,6 +215,25 @@ def test_a_sessions_share_of_each_gpu_is_set_when_it_is_first_used(runtime: Runt
     session_process._apply_bounds({"gpu_fraction": 0.25, "devices": [CPU]})
     session_process._apply_bounds({"gpu_fraction": None, "devices": GPUS})
     assert runtime.delayed == []
+
+
+def test_a_process_of_a_function_has_the_bounds_of_its_session(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda index: runtime.ask("bound", index, (0.25, 1.0)[index])
+    )
+    fractions = isolated_call.gpu_fractions([*GPUS, CPU])
+    assert fractions == [(0, 0.25), (1, 1.0)]
+    runtime.calls.clear()
+    isolated_process.bound_gpus(fractions)
+    assert runtime.calls == []  # it has no context yet
+    runtime.delayed[0]()
+    assert runtime.calls == [("fraction 0.25", 0), ("fraction 1.0", 1)]
+    isolated_process.bound_gpus([(0, 1.0)])
+    assert len(runtime.delayed) == 1
+    runtime.initialized = False
+    assert isolated_call.gpu_fractions([*GPUS, CPU]) == []
 
 
 @pytest.mark.parametrize("devices", [[*GPUS, CPU], [CPU]], ids=["GPUs", "CPU"])
