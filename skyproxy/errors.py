@@ -335,6 +335,9 @@ CLOSE_CODES = frozenset(
 """Reasons why a connection can end, as both sides name it."""
 
 
+KERNEL_FAILED = "a kernel failed on the GPU"
+"""Words of a worker that says goodbye because it has lost its CUDA context: the next one may do so over the same."""
+
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 _HALVES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 """Halves of characters, which JSON can hold and no stream can write."""

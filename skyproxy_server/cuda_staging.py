@@ -17,6 +17,7 @@ import torch
 
 from skyproxy import torch_codec
 from skyproxy_server.inventory import DeviceRow
+from skyproxy_server.lost_context import CONTEXT
 
 BUFFERS = 8
 """Pinned buffers of one direction of one session, each as large as a chunk."""
@@ -274,6 +275,8 @@ def own_streams(devices: list[DeviceRow]) -> Iterator[list[Any]]:
             yield streams
         finally:
             for index in indices:
-                with contextlib.suppress(RuntimeError):
+                try:
                     torch.cuda.synchronize(index)
+                except RuntimeError as error:  # of kernels that nobody has waited for
+                    CONTEXT.note(error)
     torch.cuda.empty_cache()

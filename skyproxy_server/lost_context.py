@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from skyproxy.errors import text_of
+from skyproxy.errors import KERNEL_FAILED, text_of
 from skyproxy.transport.stream import remaining
 from skyproxy_server.failures import Failed, is_out_of_memory
 
@@ -96,7 +96,7 @@ class CudaContext:
         said = next(line for line in found.splitlines() if _FINAL.search(line))
         why = f"{said}; {asserted}" if (asserted := _assertion()) else said
         return (
-            f"a kernel failed on the GPU ({why}). After such an error CUDA refuses a process everything, so the "
+            f"{KERNEL_FAILED} ({why}). After such an error CUDA refuses a process everything, so the "
             "worker's process ends, and what it held on the CPU ends with it"
         )
 

@@ -277,8 +277,18 @@ class WorkerSession:
 
     def run(self) -> None:
         """Reads and executes until the client leaves. Runs on the connection's thread."""
-        transport, executor, state = self._transport, self._executor, self._executor.state
         self._thread_id = threading.get_ident()
+        try:
+            self._run()
+        except RuntimeError as error:  # a device has no stream for it, or does not even let go of its streams
+            CONTEXT.note(error)
+            if not self._ended:
+                logger.exception("session %s cannot begin", self.identity[:8])
+                self._transport.close("protocol", f"internal error on the worker: {error!r:.500}")
+                self.end()
+
+    def _run(self) -> None:
+        transport, executor, state = self._transport, self._executor, self._executor.state
         named = NamedBatches()
         unacked = last = 0
         # Below autograd and its bookkeeping: ops run as fast as in inference mode, but give ordinary tensors.

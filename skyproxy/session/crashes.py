@@ -41,20 +41,26 @@ def explain_loss(record: Mapping[str, Any], line: str, recorder: Recorder, struc
         recorder: has the operations that may be to blame.
         structures: the first part of each is the name of an operation, by the number of its signature.
     """
+    latest = _latest_ops(record, recorder, structures)
+    if recorder.wait_for_outcome is not None:  # each was waited for, so that it is the last one
+        return next((f" It was {_place(*found)}." for found in latest), "")
     op = str(record.get("op") or "")
-    known = op.startswith("aten::") or bool(line)
-    noticed = f"at {op}{f', recorded at {line}' if line else ''}" if known else "where the program waited"
+    noticed = f"at {_place(op, line)}" if op.startswith("aten::") or line else "where the program waited"
     text = f" Kernels run later than they are recorded: it was noticed {noticed}."
     suspects: dict[str, None] = {}
-    for name, place in _latest_ops(record, recorder, structures):
+    for name, place in latest:
         short = name.removeprefix("aten::").partition(".")[0].rstrip("_")
         if short in _CHECKED or not name.startswith("aten::"):
-            suspects.setdefault(f"{name}{f', recorded at {place}' if place else ''}")
+            suspects.setdefault(_place(name, place))
         if len(suspects) == _MOST_SHOWN:
             break
     if suspects:
         text += f" Of what ran before, these check their operands on the GPU, the latest first: {'; '.join(suspects)}."
     return f"{text} SKYPROXY_LAUNCH_BLOCKING=1 finds the statement."
+
+
+def _place(op: str, line: str) -> str:
+    return f"{op}, recorded at {line}" if line else op
 
 
 def _latest_ops(

@@ -453,7 +453,7 @@ class Protection:
             if self.suspension.is_on:
                 say(f"the session goes on; it was suspended for {self.suspension.seconds:.0f} s.")
             else:
-                why = visible(reason.removeprefix("The worker is gone: "))
+                why = visible(reason.removeprefix("The worker is gone: ").removeprefix("The session is lost: "))
                 say(
                     f"the worker is gone ({why}). Another one goes on from the last snapshot; "
                     f"{max(self.log.last - start, 0):,} batches of operations since then are executed again."

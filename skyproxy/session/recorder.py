@@ -60,6 +60,7 @@ class Recorder:
             never waits and nothing comes between: destructors may call it, and what must not be torn by Ctrl-C.
         emit_line: notes for the op that was just emitted a code object and an instruction offset, in the same way.
         drop_slot: takes a slot back whose value the worker still holds; for destructors too, however late.
+        wait_for_outcome: called after each op; None where ops are not waited for.
         wait_for_news: waits for a waiter, where the worker has as much to do as it may have.
         last_batch: the last batch that left, acknowledged or not; None before the first.
         on_sent: called after batches have left, on the thread that records; a batch may be sent then.
@@ -99,8 +100,8 @@ class Recorder:
         self._first_limit = settings.max_batch_commands * _ITEMS_A_COMMAND
         self._last_limit = max(settings.max_loop_batch_commands * _ITEMS_A_COMMAND, self._first_limit)
         # With a negative limit, every op finds that it is time to send.
-        self._wait_for_outcome = wait_for_outcome if settings.launch_blocking else None
-        if self._wait_for_outcome is not None:
+        self.wait_for_outcome = wait_for_outcome if settings.launch_blocking else None
+        if self.wait_for_outcome is not None:
             self._first_limit = self._last_limit = -1
         self.limit = self._first_limit
         self.repeats = Repeats(self.widths)
@@ -301,8 +302,8 @@ class Recorder:
             RemoteError: an op failed, where each is waited for.
         """
         self._send_older()
-        if self._wait_for_outcome is not None:
-            self._wait_for_outcome()
+        if self.wait_for_outcome is not None:
+            self.wait_for_outcome()
 
     def send_if_due(self) -> None:
         """Send some, if enough was recorded.
@@ -315,7 +316,7 @@ class Recorder:
             self.send_some()
 
     def _send_older(self) -> None:
-        if self._wait_for_outcome is not None:
+        if self.wait_for_outcome is not None:
             self.flush()
             return
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from skyproxy.errors import ProtocolError, RemoteError, SessionLostError, visible
+from skyproxy.errors import KERNEL_FAILED, ProtocolError, RemoteError, SessionLostError, visible
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.protocol import commands
 from skyproxy.protocol.answers import checked
@@ -173,7 +173,8 @@ class ReplayProgress:
         """
         before, self._reached = self._reached, reached
         self._fruitless = self._fruitless + 1 if reached == before else 0
-        if self._fruitless >= _FRUITLESS_RECOVERIES:
-            raise SessionLostError(
-                f"{reason}; and so did {self._fruitless} workers before it, over the same operations"
-            )
+        # An assertion of a kernel fails each time, and what has hit the memory of a GPU does not come again.
+        most = 1 if KERNEL_FAILED in reason else _FRUITLESS_RECOVERIES
+        if self._fruitless >= most:
+            others = "the worker" if self._fruitless == 1 else f"{self._fruitless} workers"
+            raise SessionLostError(f"{reason}; and so did {others} before it, over the same operations")

@@ -58,8 +58,11 @@ def play_gpu(words: str = ASSERT, *, is_final: bool = True) -> None:
 
     cuda: Any = torch.cuda
     cuda.is_initialized, cuda.device_count, cuda.memory_reserved = (lambda: True), (lambda: 1), (lambda index: 1)
-    cuda.synchronize = launch
-    cuda.current_device, cuda.set_device = (lambda: 0), (lambda index: None)
+    cuda.synchronize, cuda.current_device, cuda.set_device = launch, (lambda: 0), (lambda index: None)
+    from skyproxy_server.controls import CONTROLS
+
+    wait = CONTROLS["synchronize"]
+    CONTROLS["synchronize"] = lambda session: (launch(), wait(session))[1]  # as where the device is a GPU
     kernels: Any = play_gpu
     kernels.library = torch.library.Library("aten", "IMPL")  # lives as long as its kernels are to
     for name in ("index.Tensor", "embedding", "neg"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from skyproxy_server.endings import LOST_STATUS
 from skyproxy_server.limits import are_sessions_separable
 from tests.integration.broken_gpu import play_gpu
 from tests.integration.busy_workers import within
-from tests.integration.programs import port_in, start_worker, wait_for
+from tests.integration.programs import ROOT, port_in, run_program, start_worker, wait_for
 from tests.server.isolation.workers import Worker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="looks at processes by POSIX calls")
@@ -140,3 +141,56 @@ def test_a_protected_program_goes_on_with_another_worker(sky: str, capfd: pytest
         assert (protected.recoveries, node.alive) == (1, True)
         assert ECC in capfd.readouterr().err
         assert "noticed" not in str(node._session._failures.loss)
+
+
+def test_a_program_whose_every_worker_breaks_ends(sky: str, tmp_path: Path) -> None:
+    """Each worker that goes on does the same operations again; `sitecustomize` breaks the GPU of each."""
+    played = """
+    import sys
+
+    if "skyproxy_server" in sys.orig_argv:
+        from tests.integration.broken_gpu import play_gpu
+
+        play_gpu()
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(played), encoding="utf-8")
+    source = """
+    import skyproxy, torch
+
+    node = skyproxy.launch_local("cpu")
+    x, place = torch.ones(3, device="sky:0"), torch.arange(3, device="sky:0")
+    protected = skyproxy.protect(node=node)
+    try:
+        x[place].add(x).sum().item()
+    except skyproxy.errors.SessionLostError as error:
+        print(protected.recoveries, error)
+    """
+    done = run_program(source, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    assert "so did the worker before it, over the same operations" in done.stdout, done.stderr
+    assert "aten::index.Tensor, recorded at" in done.stdout
+    assert done.stdout.startswith("1 ")
+
+
+def test_where_each_operation_is_waited_for_the_error_comes_at_its_line(sky: str, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import skyproxy, torch
+            from tests.integration.broken_gpu import play_gpu
+            node = skyproxy.launch_local("cpu")
+            node.run(play_gpu)
+            x, place = torch.ones(3, device="sky:0"), torch.arange(3, device="sky:0")
+            y = x[place]
+            y.add(x).sum().item()
+            """
+        ),
+        encoding="utf-8",
+    )
+    source = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    done = run_program(source, SKYPROXY_LAUNCH_BLOCKING="1")
+    assert done.returncode == 1
+    error = done.stderr[done.stderr.rindex("Traceback") :]
+    assert f". It was aten::index.Tensor, recorded at {path}:7 in <module>. " in error
+    frames = [line for line in error.splitlines() if line.startswith("  File")]
+    assert frames[-1] == f'  File "{path}", line 7, in <module>', "none of ours"

@@ -5,17 +5,26 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from skyproxy.errors import SessionLostError
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import Failure
+from skyproxy.protocol.messages import CancelTransfer, Failure, Message
+from skyproxy.settings import SETTINGS
+from skyproxy.transport.memory import memory_transport_pair
 from skyproxy_server import lost_context
+from skyproxy_server.activity import Activity
+from skyproxy_server.controls import CONTROLS
+from skyproxy_server.cuda_staging import Staging, own_streams
 from skyproxy_server.failures import Failed
 from skyproxy_server.lost_context import CONTEXT, FINAL_ERRORS, ContextLostError, CudaContext, break_off
+from skyproxy_server.transfers import Transfers
+from skyproxy_server.worker_session import WorkerSession
 from tests.server.test_executor import Worker
 
 ASSERT = "CUDA error: device-side assert triggered\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
@@ -153,16 +162,63 @@ def test_an_upload_that_loses_it_does(gpus: Gpus, worker: Worker, monkeypatch: p
 
 def test_a_control_that_loses_it_does(gpus: Gpus, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.error = ASSERT
-    monkeypatch.setitem(lost_controls(), "synchronize", raise_assert)
+    monkeypatch.setitem(CONTROLS, "synchronize", raise_assert)
     for command in ([commands.CALL, 7, "synchronize", []], [commands.DO, "synchronize", []]):
         with pytest.raises(ContextLostError):
             worker.run(*command)
 
 
-def lost_controls() -> Any:
-    from skyproxy_server.controls import CONTROLS
+def test_a_download_that_loses_it_tells_whoever_ends_the_process() -> None:
+    transfers, found, sent = Transfers(SETTINGS.chunk_bytes, Broken()), [], Sent()
+    transfers.on_device_failure = found.append
+    transfers.depart(3, torch.zeros(5))
+    transfers._departures.put(None)
+    transfers.send(sent)  # type: ignore[arg-type]
+    assert [str(error) for error in found] == [ASSERT]
+    assert isinstance(sent.messages[0], CancelTransfer)
 
-    return CONTROLS
+
+class Broken(Staging):
+    """A device that does not give its values."""
+
+    def __init__(self) -> None:
+        super().__init__(SETTINGS.chunk_bytes)
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        raise_assert()
+        yield memoryview(b"")
+
+
+class Sent:
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+def test_kernels_that_nobody_waits_for_are_waited_for_at_the_end_of_their_session(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    CONTEXT.on_lost = told.append
+    for name, plain in {"current_device": 0, "Stream": 0, "set_device": None, "empty_cache": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments, plain=plain: plain)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with own_streams([{"type": "cuda", "index": 1}]):
+        gpus.error = ASSERT
+    assert len(told) == 1
+
+
+def test_a_session_that_cannot_begin_says_so(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, link = memory_transport_pair()
+    session = WorkerSession(link, [{"type": "cpu", "index": 0, "name": "CPU"}], SETTINGS, Activity())
+    monkeypatch.setattr("skyproxy_server.worker_session.own_streams", raise_assert)
+    session.run()
+    with pytest.raises(SessionLostError, match="internal error on the worker"):
+        client.recv(10)
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

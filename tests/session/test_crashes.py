@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from skyproxy.protocol import commands
 from skyproxy.session.crashes import explain_loss
 from skyproxy.session.failures import FailureReports
 from skyproxy.session.recorder import Recorder
 from skyproxy.settings import SETTINGS
+from tests.session.test_recorder import Wire
 
 RELU, EMBED, CUSTOM, SUM = range(commands.FIRST_SIGNATURE, commands.FIRST_SIGNATURE + 4)
 STRUCTURES: dict[int, Any] = {
@@ -80,3 +83,53 @@ def test_batches_that_were_acknowledged_are_looked_at_too() -> None:
     recorder = recorded(EMBED, 0, RELU, SUM)
     recorder.ack(1)
     assert "aten::embedding, recorded at work.py:7" in told(recorder, 2, 2)
+
+
+def test_where_each_operation_is_waited_for_it_was_the_last_one() -> None:
+    recorder = recorded(EMBED, RELU, commands.FETCH)
+    recorder.wait_for_outcome = lambda: None
+    assert told(recorder, 1, 4, "synchronize", "") == " It was aten::relu, recorded at work.py:7 in <module>."
+
+
+# --- the batches that are remembered --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+def test_a_batch_is_known_as_long_as_news_of_it_may_come(wire: Wire) -> None:
+    found: list[Any] = []
+    wire.before_send = lambda message: found.append(wire.recorder.sent(message.sequence))
+    wire.op(1)
+    wire.op(2)
+    wire.recorder.flush()
+    assert found[0].lines == [None, 1, None, 2]  # even before `send` has returned
+    assert wire.recorder.sent(1) is found[0]
+    run_another(wire, 7)
+    assert wire.recorder.sent(1) is found[0], "the kernels of a GPU may still run"
+    assert [sent.sequence for sent in wire.recorder.sent_batches(acked=True)] == list(range(1, 9))
+    assert not wire.recorder.sent_batches()
+    run_another(wire, 1)
+    assert wire.recorder.sent(1) is None
+
+
+def run_another(wire: Wire, count: int) -> None:
+    """Have batches acknowledged, of which the first may be on its way already."""
+    for _ in range(count):
+        wire.ack()
+        wire.op(1)
+        wire.recorder.flush()
+    wire.ack()
+
+
+def test_batches_that_one_cancellation_needs_are_not_forgotten_for_the_next(wire: Wire) -> None:
+    wire.op(1)
+    wire.recorder.flush()
+    wire.recorder.keep_acked(kept=True)
+    run_another(wire, 10)
+    wire.recorder.keep_acked(kept=True)
+    assert wire.recorder.sent(1) is not None
+    wire.recorder.keep_acked(kept=False)
+    assert wire.recorder.sent(1) is None

@@ -330,42 +330,6 @@ def test_housekeeping_never_waits_for_room_nor_for_another_thread() -> None:
     thread.join(10)
 
 
-def test_a_batch_is_known_as_long_as_news_of_it_may_come(wire: Wire) -> None:
-    found: list[Any] = []
-    wire.before_send = lambda message: found.append(wire.recorder.sent(message.sequence))
-    wire.op(1)
-    wire.op(2)
-    wire.recorder.flush()
-    assert found[0].lines == [None, 1, None, 2]  # even before `send` has returned
-    assert wire.recorder.sent(1) is found[0]
-    run_another(wire, 7)
-    assert wire.recorder.sent(1) is found[0], "the kernels of a GPU may still run"
-    assert [sent.sequence for sent in wire.recorder.sent_batches(acked=True)] == list(range(1, 9))
-    assert not wire.recorder.sent_batches()
-    run_another(wire, 1)
-    assert wire.recorder.sent(1) is None
-
-
-def run_another(wire: Wire, count: int) -> None:
-    """Have batches acknowledged, of which the first may be on its way already."""
-    for _ in range(count):
-        wire.ack()
-        wire.op(1)
-        wire.recorder.flush()
-    wire.ack()
-
-
-def test_batches_that_one_cancellation_needs_are_not_forgotten_for_the_next(wire: Wire) -> None:
-    wire.op(1)
-    wire.recorder.flush()
-    wire.recorder.keep_acked(kept=True)
-    run_another(wire, 10)
-    wire.recorder.keep_acked(kept=True)
-    assert wire.recorder.sent(1) is not None
-    wire.recorder.keep_acked(kept=False)
-    assert wire.recorder.sent(1) is None
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_batch_is_sent_again_and_only_once(wire: Wire, when: str) -> None:
     def interrupt(message: Any) -> None:

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from skyproxy.errors import SessionLostError
+from skyproxy.errors import KERNEL_FAILED, SessionLostError
 from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Ping, Pong, Sequence, Welcome
 from skyproxy.session import restoring
-from skyproxy.session.restoring import NewSession
+from skyproxy.session.restoring import NewSession, ReplayProgress
 from skyproxy.transport.memory import memory_transport_pair
 
 
@@ -42,3 +42,14 @@ def test_operations_that_an_idle_worker_never_answers_are_given_up(monkeypatch: 
         silent.close()
         answering.close()
         thread.join(20)
+
+
+@pytest.mark.parametrize(("reason", "most", "words"), [("killed", 5, "5 workers"), (KERNEL_FAILED, 1, "the worker")])
+def test_operations_that_end_one_worker_after_the_other_are_to_blame(reason: str, most: int, words: str) -> None:
+    progress = ReplayProgress()
+    for reached in (3, 7):
+        progress.note_end(reached, reason)  # the second came further
+    for _ in range(most - 1):
+        progress.note_end(7, reason)
+    with pytest.raises(SessionLostError, match=f"{reason}; and so did {words} before it, over the same operations"):
+        progress.note_end(7, reason)

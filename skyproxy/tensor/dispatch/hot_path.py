@@ -370,7 +370,11 @@ def dispatch_remote(
         elif (root.root or root).copied:
             forget_copy(root.root or root)
     if len(stream) > recorder.limit:
-        recorder.send_some()
+        try:
+            recorder.send_some()
+        except SELF_EXPLAINING as error:
+            error.__traceback__ = None
+            raise
     return result
 
 
