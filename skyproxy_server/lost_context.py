@@ -155,7 +155,8 @@ def break_off(
     count = sum(session is not origin for session in sessions)
     what = "another session" if count == 1 else f"{count} other sessions"
     own = f"{words}. {what.capitalize()} shared that process, and may have caused this" if count else words
-    theirs = f"{'a function' if origin is None else 'another session'} of the same process found that {words}"
+    who = "a function" if origin is None else "another session"
+    theirs = f"{who} of the same process found that {words}. Each that shared it may have caused this"
     deadline = time.monotonic() + timeout_seconds
     closers = []
     for session in sessions:

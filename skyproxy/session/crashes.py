@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from skyproxy.protocol import commands
@@ -41,22 +42,38 @@ def explain_loss(record: Mapping[str, Any], line: str, recorder: Recorder, struc
         recorder: has the operations that may be to blame.
         structures: the first part of each is the name of an operation, by the number of its signature.
     """
-    latest = _latest_ops(record, recorder, structures)
+    sequence, position = record.get("sequence"), record.get("position")
+    latest: Iterator[tuple[str, str]] = iter(())
+    if record.get("graph") is None and isinstance(sequence, int) and isinstance(position, int):
+        latest = _latest_ops(recorder, structures, (sequence, position))
     if recorder.wait_for_outcome is not None:  # each was waited for, so that it is the last one
         return next((f" It was {_place(*found)}." for found in latest), "")
     op = str(record.get("op") or "")
     noticed = f"at {_place(op, line)}" if op.startswith("aten::") or line else "where the program waited"
     text = f" Kernels run later than they are recorded: it was noticed {noticed}."
-    suspects: dict[str, None] = {}
+    if suspects := _suspects(latest):
+        text += f" Of what ran before, these check their operands on the GPU, the latest first: {suspects}."
+    return f"{text} SKYPROXY_LAUNCH_BLOCKING=1 finds the statement."
+
+
+def explain_share(recorder: Recorder, structures: Mapping[int, Any]) -> str:
+    """Return sentences on what a session may have done to a CUDA context that another one found lost."""
+    suspects = _suspects(_latest_ops(recorder, structures))
+    if not suspects:
+        return ""
+    return f" Of what this session ran, these check their operands on the GPU, the latest first: {suspects}."
+
+
+def _suspects(latest: Iterable[tuple[str, str]]) -> str:
+    """Return the latest operations that may lose a context, in words; an empty text if there are none."""
+    found: dict[str, None] = {}
     for name, place in latest:
         short = name.removeprefix("aten::").partition(".")[0].rstrip("_")
         if short in _CHECKED or not name.startswith("aten::"):
-            suspects.setdefault(_place(name, place))
-        if len(suspects) == _MOST_SHOWN:
+            found.setdefault(_place(name, place))
+        if len(found) == _MOST_SHOWN:
             break
-    if suspects:
-        text += f" Of what ran before, these check their operands on the GPU, the latest first: {'; '.join(suspects)}."
-    return f"{text} SKYPROXY_LAUNCH_BLOCKING=1 finds the statement."
+    return "; ".join(found)
 
 
 def _place(op: str, line: str) -> str:
@@ -64,20 +81,25 @@ def _place(op: str, line: str) -> str:
 
 
 def _latest_ops(
-    record: Mapping[str, Any], recorder: Recorder, structures: Mapping[int, Any]
+    recorder: Recorder, structures: Mapping[int, Any], place: tuple[int, int] | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the line of each operation back to the last one that was waited for, the latest first.
 
-    What failed is among them: with CUDA_LAUNCH_BLOCKING it is to blame itself.
+    Args:
+        recorder: has them.
+        structures: as in `explain_loss`.
+        place: the batch and the position of what failed, which is among them: with CUDA_LAUNCH_BLOCKING it is to blame
+            itself. By default the end of all that was sent.
     """
-    sequence, position = record.get("sequence"), record.get("position")
-    if record.get("graph") is not None or not isinstance(sequence, int) or not isinstance(position, int):
-        return
-    for sent in reversed([batch for batch in recorder.sent_batches(acked=True) if batch.sequence <= sequence]):
+    waiting = {sent.sequence for sent in recorder.sent_batches()} if place is None else ()
+    for sent in reversed(recorder.sent_batches(acked=True)):
+        if place is not None and sent.sequence > place[0]:
+            continue
+        last = commands.op_at(sent.stream, place[1]) if place is not None and sent.sequence == place[0] else math.inf
         for at in reversed(commands.walk(sent.stream, recorder.widths)):
-            if sent.sequence == sequence and at > commands.op_at(sent.stream, position):
+            if at > last:
                 continue
-            if _waits(sent, at) and (sent.sequence, at) != (sequence, position):
+            if _waits(sent, at) and (sent.sequence, at) != place and sent.sequence not in waiting:
                 return
             if name := op_name(structures, sent.stream[at]):
                 yield name, describe_line(sent, at, recorder.widths)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from skyproxy.errors import (
+    KERNEL_FAILED,
     CancelledOperationError,
     InferenceMismatchError,
     LimitExceededError,
@@ -26,7 +27,7 @@ from skyproxy.errors import (
 )
 from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.protocol.messages import Warned
-from skyproxy.session.crashes import CONTEXT_LOST, explain_loss
+from skyproxy.session.crashes import CONTEXT_LOST, explain_loss, explain_share
 from skyproxy.session.lines import describe_line, find_line
 from skyproxy.session.recorder import RecordedBatch, Recorder
 from skyproxy.session.worker_warnings import WorkerWarnings
@@ -93,6 +94,19 @@ class FailureReports:
             with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError, ProtocolError):
                 self.loss = explain_loss(record, line, self._recorder, self._structures)
         return self._add_notes(record, line)
+
+    @shielded
+    def whose(self, reason: str) -> str:
+        """Return sentences on what may have lost the worker its CUDA context; none where it ended otherwise.
+
+        Args:
+            reason: why the session is over.
+        """
+        if self.loss or KERNEL_FAILED not in reason:
+            return self.loss
+        with contextlib.suppress(LookupError, TypeError, ValueError, RuntimeError, ProtocolError):
+            return explain_share(self._recorder, self._structures)
+        return ""
 
     @shielded
     def line_at(self, place: dict[str, Any]) -> str:

@@ -446,9 +446,10 @@ class Session(Requests):
                 return
             told = has_crashed(self._operations, self._bulk)  # it waits for us before it ends
             how, log = (None if self._closing or told else self.explain_end()) or ("", "")
+            what = f"The worker is gone: {how}" if how else reason
             ended = SessionLostError(
-                f"{f'The worker is gone: {how}' if how else reason}.{self._failures.loss} The tensors that lived there "
-                f"are gone; tensors on the CPU are unharmed. {self.after_end}{log}"
+                f"{what}.{self._failures.whose(reason)} The tensors that lived there are gone; tensors on the CPU are "
+                f"unharmed. {self.after_end}{log}"
             )
             ended.process_ended = bool(how) or told
             self._ended = ended

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from skyproxy.errors import KERNEL_FAILED
 from skyproxy.protocol import commands
 from skyproxy.session.crashes import explain_loss
 from skyproxy.session.failures import FailureReports
@@ -89,6 +90,19 @@ def test_where_each_operation_is_waited_for_it_was_the_last_one() -> None:
     recorder = recorded(EMBED, RELU, commands.FETCH)
     recorder.wait_for_outcome = lambda: None
     assert told(recorder, 1, 4, "synchronize", "") == " It was aten::relu, recorded at work.py:7 in <module>."
+
+
+def test_a_session_that_did_not_notice_is_told_what_it_ran_itself() -> None:
+    reports = FailureReports(recorded(RELU, commands.FETCH, EMBED, 0, SUM), STRUCTURES)
+    assert reports.whose("it was closed") == ""
+    place = "aten::embedding, recorded at work.py:7 in <module>"
+    assert reports.whose(f"another session found that {KERNEL_FAILED}") == (
+        f" Of what this session ran, these check their operands on the GPU, the latest first: {place}."
+    )
+    waited = recorded(EMBED, commands.FETCH, RELU)
+    assert "embedding" in FailureReports(waited, STRUCTURES).whose(KERNEL_FAILED), "it may still wait"
+    waited.ack(1)
+    assert FailureReports(waited, STRUCTURES).whose(KERNEL_FAILED) == ""
 
 
 # --- the batches that are remembered --------------------------------------------------------------------------------
