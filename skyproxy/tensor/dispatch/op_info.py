@@ -9,6 +9,7 @@ import torch
 
 from skyproxy.tensor.core.torch_private import OpOverload, has_kernel
 from skyproxy.tensor.dispatch import tried_ops
+from skyproxy.tensor.shapes.on_cuda import CUDA_RULES
 from skyproxy.tensor.shapes.rules import Rule
 from skyproxy.tensor.shapes.sparse import RULES
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
@@ -150,6 +151,7 @@ _SIZED_BY_KIND = frozenset(
         "aten::_linalg_svd",
         "aten::_native_batch_norm_legit",
         "aten::_native_batch_norm_legit_no_training",
+        "aten::group_norm",
         "aten::linalg_eig",
         "aten::log_sigmoid_forward",
         "aten::native_batch_norm",
@@ -157,7 +159,7 @@ _SIZED_BY_KIND = frozenset(
     }
 )
 """Ops whose results look otherwise on CUDA: what kernels note for derivatives is empty on one of the two, singular
-vectors are conjugates, and eigenvectors, transforms and positions lie otherwise in memory."""
+vectors are conjugates, and eigenvectors, transforms, norms of groups and positions lie otherwise in memory."""
 _LOOK_AT_DEVICES_NAMES = (
     "_batch_norm_no_update _batch_norm_with_update _embedding_bag _embedding_bag_forward_only _fft_c2c _fft_c2r "
     "_fft_r2c _fused_rms_norm _linalg_svd _native_batch_norm_legit _native_batch_norm_legit_no_training "
@@ -246,6 +248,7 @@ class OpInfo:
             `resize_` and `t_` exist for. All others keep their sizes, or the op is refused.
         returns: for each result, the name of the argument that it is (for in-place and out= forms), or None.
         rule: what tells how the results look, see `shapes.rules`; or None.
+        cuda_rule: the same for workers with CUDA, where they have their own; they are asked about what it cannot tell.
         turned: of an op that makes a tensor another view of its memory, the rule of that view; or None.
         unfilled: of an `out=` form, the rule of the form that fills nothing; or None.
         learns: whether there is a rule, of either kind, by which a call that never came before may take the short way.
@@ -284,6 +287,7 @@ class OpInfo:
         "changes",
         "columns",
         "creates",
+        "cuda_rule",
         "draws_floats",
         "first",
         "followed",
@@ -376,6 +380,7 @@ class OpInfo:
         self.followed = self.name in _FOLLOWED
         knows = not self.asks_worker_for_shape or packet in _FAKED_WRONGLY  # there, a rule is better than fake kernels
         self.rule = RULES.get(self.name) if knows else None
+        self.cuda_rule = CUDA_RULES.get(self.name)
         self.turned = _rule_of_view(func) if torch.Tag.inplace_view in func.tags else None
         self.unfilled = _rule_without_out(func) if self.rule is None and self.asks_worker_for_shape else None
         self.learns = self.rule is not None or self.unfilled is not None

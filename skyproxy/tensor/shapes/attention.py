@@ -6,7 +6,7 @@ import torch
 
 from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.shapes.elementwise import preserved_stride
-from skyproxy.tensor.shapes.networks import RULES
+from skyproxy.tensor.shapes.networks import FULL_PRECISION, RULES
 from skyproxy.tensor.shapes.rules import FLOATS, RuleResult, rule
 from skyproxy.torch_codec import is_dense
 
@@ -28,12 +28,19 @@ def _flash_attention(
 
 @rule("scaled_dot_product_attention")
 def _whole_fused_attention(query: Meta, key: Meta, value: Meta, *args: object, **kwargs: object) -> RuleResult:
-    """Undecomposed, on CUDA: its fused kernels give the result the query's order of memory."""
+    """Undecomposed, on CUDA: fused kernels give the result the query's order of memory, but for the memory-efficient
+    one, whose rows are those of all heads. It alone takes single precision.
+    """
     sizes = [meta.size for meta in (query, key, value)]
     if any(len(size) != 4 for size in sizes) or len({size[0] for size in sizes}) > 1 or query.dtype not in FLOATS:
         return None
     if not (query.plain and is_dense(query.size, query.stride)) or value.size[-1] != query.size[-1]:
         return None
+    if query.dtype in FULL_PRECISION:
+        batch, heads, length, width = query.size
+        aligned = query.dtype is torch.float32 and width % 4 == 0 and not kwargs.get("enable_gqa")
+        stride = (length * heads * width, width, heads * width, 1) if aligned else None
+        return [(plain_meta((batch, heads, length, width), query.dtype, stride), None)]
     return [(plain_meta(query.size, query.dtype, query.stride), None)]
 
 

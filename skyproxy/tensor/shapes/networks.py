@@ -347,7 +347,7 @@ def _batch_norm(
     return [*in_kernel_order("native_batch_norm", [plain_meta(x.size, x.dtype)], x, *parts), sums, sums]
 
 
-def _grouped_dtype(x: Meta, weight: Meta | None, bias: Meta | None, groups: int) -> torch.dtype | None:
+def grouped_dtype(x: Meta, weight: Meta | None, bias: Meta | None, groups: int) -> torch.dtype | None:
     """The dtype of the statistics of groups of channels; None where operands do not go together, or lie with gaps."""
     parts = [t for t in (weight, bias) if t is not None]
     fits = plain(x) and are_row_major(*parts) and len(x.size) >= 2
@@ -362,7 +362,7 @@ def _grouped_dtype(x: Meta, weight: Meta | None, bias: Meta | None, groups: int)
 def _whole_group_norm(
     x: Meta, groups: int, weight: Meta | None = None, bias: Meta | None = None, *options: object
 ) -> RuleResult:
-    fits = _grouped_dtype(x, weight, bias, groups) is not None
+    fits = grouped_dtype(x, weight, bias, groups) is not None
     return [(plain_meta(x.size, x.dtype, x.stride), None)] if fits else None
 
 
@@ -370,7 +370,7 @@ def _whole_group_norm(
 def _group_norm(
     x: Meta, weight: Meta | None, bias: Meta | None, n: int, c: int, area: object, groups: int, eps: object
 ) -> RuleResult:
-    dtype = _grouped_dtype(x, weight, bias, groups)
+    dtype = grouped_dtype(x, weight, bias, groups)
     if dtype is None or x.size[:2] != (n, c):
         return None
     sums = fresh((n, groups), dtype)
