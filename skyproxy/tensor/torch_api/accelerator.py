@@ -43,7 +43,7 @@ def _is_pinned(self: torch.Tensor, device: torch.device | str | int | None = Non
 
 
 def _plain(name: str, tensor: torch.Tensor) -> object:
-    """What PyTorch's own kernel says for CUDA."""
+    """Ask PyTorch's own kernel, for CUDA."""
     op = getattr(torch.ops.aten, name).default
     return op._op_dk(DispatchKey.CompositeExplicitAutograd, tensor, torch.device("cuda"))
 

@@ -28,7 +28,7 @@ from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 
 _TURN_SECONDS = 600.0
-"""How long a thread waits for the others' backward passes of the other kind."""
+"""The longest wait of a thread for the others' backward passes of the other kind."""
 _SYMBOLS = {"win32": "?is_privateuse1_backend_registered@c10@@YA_NXZ"}
 _USUAL_SYMBOL = "_ZN3c1033is_privateuse1_backend_registeredEv"
 _LIBRARIES = {"win32": "c10.dll", "darwin": "libc10.dylib"}
@@ -94,7 +94,7 @@ def _find() -> ctypes.c_uint8 | None:
 
 
 class Turns:
-    """Whose turn it is to be the accelerator: that of `sky`, or that of this machine's own one.
+    """The turns of being the accelerator: those of `sky`, and those of this machine's own one.
 
     Backward passes of one kind run at once, those of the other wait. A pass inside another of the same thread (a hook
     that calls backward) never waits.
@@ -147,7 +147,7 @@ _local_type: str | None = None
 """Of this machine's own accelerator: "cuda", "mps" or "xpu"; None where it has none."""
 
 
-def before_naming() -> None:
+def find_flag() -> None:
     """Look for the byte, which must be clear: the device has no name yet."""
     global _local_type
     local: torch.device | None = torch._C._accelerator_getAccelerator()
@@ -158,8 +158,8 @@ def before_naming() -> None:
     TURNS.flag = flag if flag is not None and flag.value == 0 else None
 
 
-def after_naming() -> None:
-    """Believe in the byte only if it is set by now."""
+def confirm_flag() -> None:
+    """Believe in the byte only if it is set now that the device has its name."""
     if TURNS.flag is not None and TURNS.flag.value != 1:
         TURNS.flag = None
 

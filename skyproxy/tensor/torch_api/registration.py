@@ -81,9 +81,9 @@ def _name_device(module: object, setup: Callable[..., object]) -> None:
             backends.generate_methods_for_privateuse1_backend()
             torch._register_device_module("sky", module)
         else:
-            local_accelerator.before_naming()
+            local_accelerator.find_flag()
             setup("sky", backend_module=module, hook=Hooks(), device_guard=Guard())
-            local_accelerator.after_naming()
+            local_accelerator.confirm_flag()
             _is_named = True
         backends.generate_methods_for_privateuse1_backend(
             for_tensor=False, for_module=False, for_packed_sequence=False, for_storage=True

@@ -151,22 +151,6 @@ def test_local_tensors_are_compiled_as_ever(sky: str) -> None:
     assert torch.equal(function(torch.ones(3)), torch.ones(3).sin() + 1)
 
 
-@pytest.mark.usefixtures("sky")
-def test_plain_torch_compile_of_local_tensors_goes_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import compile_fx
-
-    asked: list[object] = []
-
-    def without_compiler(graph: Any, inputs: Any, **options: object) -> Any:
-        asked.append(options["config_patches"])
-        return graph.forward
-
-    monkeypatch.setattr(compile_fx, "compile_fx", without_compiler)
-    function = torch.compile(lambda x: x.cos() + 1, options={"max_autotune": True})
-    assert torch.equal(function(torch.ones(3)), torch.ones(3).cos() + 1)
-    assert asked == [{"max_autotune": True}]
-
-
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_batch_sizes_may_change(sky: str, dynamic: bool | None) -> None:
     model, local = twins(NETWORKS["mlp"][0], sky)

@@ -78,3 +78,19 @@ def test_graphs_that_check_sizes_run(sky: str) -> None:
     x = torch.tensor([3, 1, 2], device=sky)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         assert torch.compile(found, backend="sky", fullgraph=True)(x).tolist() == found(x.cpu()).tolist()
+
+
+@pytest.mark.usefixtures("sky")
+def test_plain_torch_compile_of_local_tensors_goes_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    asked: list[object] = []
+
+    def without_compiler(graph: Any, inputs: Any, **options: object) -> Any:
+        asked.append(options["config_patches"])
+        return graph.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", without_compiler)
+    function = torch.compile(lambda x: x.cos() + 1, options={"max_autotune": True})
+    assert torch.equal(function(torch.ones(3)), torch.ones(3).cos() + 1)
+    assert asked == [{"max_autotune": True}]
