@@ -228,8 +228,10 @@ def _end_with_parent(descriptor: int) -> None:
 
 def _end_without_context() -> NoReturn:
     """End the process, which has lost its CUDA context, as a crash would: whoever looks after it starts another."""
-    close_at_once()
-    os._exit(LOST_STATUS)
+    try:
+        close_at_once()
+    finally:
+        os._exit(LOST_STATUS)
 
 
 def _ssl_context(certificate: Path | None, key: Path | None) -> Callable[[], ssl.SSLContext] | None:

@@ -279,8 +279,10 @@ class WorkerHost:
         """End the process without a CUDA context; see `lost_context.break_off`."""
         with self._lock:
             sessions = list(self._sessions.values())  # held from here on, so that nobody frees what they have
-        break_off(sessions, origin, words, 2 * self._settings.close_timeout_seconds)
-        self.on_context_lost()
+        try:
+            break_off(sessions, origin, words, 2 * self._settings.close_timeout_seconds)
+        finally:
+            self.on_context_lost()
 
     def end_lasting(self) -> None:
         """End the sessions that last: whoever lends them connections will lend no others."""

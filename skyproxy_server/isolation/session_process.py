@@ -366,11 +366,13 @@ def main(descriptors: Sequence[int], start: dict[str, Any]) -> NoReturn:
 
 
 def _end_at_once(status: int) -> NoReturn:
-    close_at_once()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # At once: daemon threads may be in the middle of native code, and there is nothing that they must finish.
-    os._exit(status)
+    try:
+        close_at_once()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # At once: daemon threads may be in the middle of native code, and there is nothing that they must finish.
+        os._exit(status)
 
 
 def _reseed() -> None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 import skyproxy
 from skyproxy.errors import SessionLostError
@@ -44,6 +45,17 @@ def test_an_index_out_of_bounds_ends_its_worker_and_says_where(gpu_node: Node) -
     assert kept.sum().item() == 3, "of another worker on the same device"
     with skyproxy.launch_local("cuda") as fresh:
         assert torch.ones(3, device=fresh.device("cuda")).sum().item() == 3
+
+
+def test_a_position_that_is_known_to_be_out_of_bounds_never_gets_there(gpu_node: Node) -> None:
+    device = gpu_node.device("cuda")
+    x = torch.arange(10.0, device=device)
+    for call in (lambda i: x[i], lambda i: nn.functional.one_hot(i, 5), lambda i: x.index_select(0, i)):
+        with pytest.raises(IndexError, match="^10 is out of bounds: aten::"):
+            call(torch.tensor([3, 10]).to(device))
+    with pytest.raises(IndexError, match="^7 is out of bounds: aten::"):
+        nn.functional.cross_entropy(torch.randn(3, 5, device=device), torch.tensor([0, 7, 1]).to(device))
+    assert x.sum().item() == 45
 
 
 def test_a_function_that_does_so_ends_its_worker() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from skyproxy.errors import SessionLostError
+from skyproxy.errors import LimitExceededError, SessionLostError
 from skyproxy.protocol import commands
-from skyproxy.protocol.messages import CancelTransfer, Failure, Message
+from skyproxy.protocol.messages import OPERATIONS, CancelTransfer, Failure, Hello, Message
 from skyproxy.settings import SETTINGS
 from skyproxy.transport.memory import memory_transport_pair
 from skyproxy_server import lost_context
@@ -24,6 +24,7 @@ from skyproxy_server.cuda_staging import Staging, own_streams
 from skyproxy_server.failures import Failed
 from skyproxy_server.lost_context import CONTEXT, FINAL_ERRORS, ContextLostError, CudaContext, break_off
 from skyproxy_server.transfers import Transfers
+from skyproxy_server.worker_host import WorkerHost
 from skyproxy_server.worker_session import WorkerSession
 from tests.server.test_executor import Worker
 
@@ -284,3 +285,21 @@ def test_the_error_has_the_command_and_the_words() -> None:
     error = ContextLostError(failed, "it broke")
     assert (error.failed, error.words, str(error)) == (failed, "it broke", "it broke")
     assert not isinstance(error, RuntimeError), "the worker drops commands with those"
+
+
+def test_the_process_ends_also_where_nobody_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, ended = WorkerHost([{"type": "cpu", "index": 0, "name": "CPU"}]), []
+    host.on_context_lost = lambda: ended.append(True)
+    monkeypatch.setattr("skyproxy_server.worker_host.break_off", raise_assert)
+    context = CudaContext()
+    context.on_lost = host._break_off
+    with pytest.raises(torch.AcceleratorError):
+        context.lose("it broke")
+    assert ended == [True]
+
+
+def test_a_process_that_is_about_to_end_takes_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = WorkerHost([{"type": "cpu", "index": 0, "name": "CPU"}])
+    monkeypatch.setattr(CONTEXT, "is_lost", True)
+    with pytest.raises(LimitExceededError, match="its CUDA context is lost; try again"):
+        host.open_session(Hello([0], OPERATIONS, "", {}), memory_transport_pair()[1])
