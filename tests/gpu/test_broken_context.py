@@ -51,9 +51,9 @@ def test_a_position_that_is_known_to_be_out_of_bounds_never_gets_there(gpu_node:
     device = gpu_node.device("cuda")
     x = torch.arange(10.0, device=device)
     for call in (lambda i: x[i], lambda i: nn.functional.one_hot(i, 5), lambda i: x.index_select(0, i)):
-        with pytest.raises(IndexError, match="^10 is out of bounds: aten::"):
+        with pytest.raises(IndexError, match=r"^10 is out of bounds: aten::"):
             call(torch.tensor([3, 10]).to(device))
-    with pytest.raises(IndexError, match="^7 is out of bounds: aten::"):
+    with pytest.raises(IndexError, match=r"^7 is out of bounds: aten::"):
         nn.functional.cross_entropy(torch.randn(3, 5, device=device), torch.tensor([0, 7, 1]).to(device))
     assert x.sum().item() == 45
 
