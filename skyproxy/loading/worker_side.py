@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
+
+from skyproxy.runtime.cuda_streams import carry_streams
 
 
 def from_pretrained(kind: Any, name: str, device: object, options: dict[str, object]) -> Any:
@@ -102,18 +103,13 @@ def stream_generate(
     model: object, inputs: Mapping[str, object], options: dict[str, object]
 ) -> Generator[Any, None, Any]:
     """The same, with what a streamer is given as items; returns what `generate` returns."""
-    import torch
-
     relay, outcome = _Relay(), {}
-    # Each thread has its own current stream.
-    streams = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
+    use_streams = carry_streams()
 
     def work() -> None:
         try:
-            with contextlib.ExitStack() as stack:
-                for stream in reversed(streams):
-                    stack.enter_context(torch.cuda.stream(stream))
-                outcome["value"] = generate(model, inputs, {**options, "streamer": relay})
+            use_streams()
+            outcome["value"] = generate(model, inputs, {**options, "streamer": relay})
         except BaseException as error:
             outcome["error"] = error
         relay.queue.put(None)

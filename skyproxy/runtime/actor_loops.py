@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import TypeVar
 
 from skyproxy.errors import ActorDiedError
+from skyproxy.runtime.cuda_streams import carry_streams
 from skyproxy.runtime.thread_exceptions import raise_in
 
 T = TypeVar("T")
@@ -44,8 +45,10 @@ class ActorLoop:
             coroutine.close()
             raise
         tasks: list[asyncio.Task[T]] = []
+        use_streams = carry_streams()
 
         async def carry(context: contextvars.Context) -> T:
+            use_streams()  # all callers are of one session, and so have the same
             tasks.append(asyncio.create_task(coroutine, context=context))
             return await tasks[0]
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TextIO
 
 from skyproxy import patching
 from skyproxy.runtime.calls import ValueOfContext
+from skyproxy.runtime.cuda_streams import carry_streams
 from skyproxy.runtime.output import muted
 
 
@@ -148,8 +149,13 @@ def install() -> None:
 def _wrap_thread_start(plain: Any) -> Any:
     def start(self: threading.Thread) -> None:
         if _SINK.get() is not None:
-            context, run = contextvars.copy_context(), self.run
-            self.run = lambda: context.run(run)  # type: ignore[method-assign]
+            context, run, use_streams = contextvars.copy_context(), self.run, carry_streams()
+
+            def run_as_function() -> None:
+                use_streams()
+                context.run(run)
+
+            self.run = run_as_function  # type: ignore[method-assign]
         plain(self)
 
     start.inherits_context = True  # type: ignore[attr-defined]

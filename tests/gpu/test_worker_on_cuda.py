@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -123,3 +124,20 @@ def test_training_goes_on_where_the_worker_was_killed(kind: str) -> None:
         assert torch.equal(found, expected)
     else:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def read_in_a_thread(tensor: torch.Tensor) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(tensor.clone).result()
+
+
+def test_threads_of_functions_read_what_is_computed(kind: str, gpu_node: Node) -> None:
+    device = gpu_node.device(kind)
+    size, steps = (2048, 60) if kind == "cuda" else (64, 3)
+    factor = torch.randn(size, size, device=device) / 64
+    for _ in range(5):
+        product = factor
+        for _ in range(steps):
+            product = (product @ factor).clamp(-1, 1)
+        made = torch.zeros(1 << 20, device=device).add_(product.sum() * 0 + 1)
+        assert gpu_node.run(read_in_a_thread, made).sum().item() == 1 << 20
