@@ -1,8 +1,8 @@
 """Attention masks of transformers whose values are asked for once, in place of once a token.
 
-Before every forward transformers asks whether a mask hides anything: if not, attention needs none. In `generate` the
-masks of the tokens are the first one with ones behind it, so the answer to the first is the answer to all. It is kept
-with the mask's storage, until something writes to that.
+Before every forward transformers asks whether a mask hides anything: if not, attention needs none. A small mask that
+was just uploaded answers by itself. In `generate` the masks of the tokens are the first one with ones behind it, so the
+answer to the first is the answer to all. It is kept with the mask's storage, until something writes to that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from skyproxy import patching
 from skyproxy.patching import When
-from skyproxy.tensor.core.host_copies import sized_by
+from skyproxy.tensor.core.host_copies import sized_by, values_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.torch_api import dynamo
 
@@ -50,6 +50,11 @@ class _Facts:
         answer = None if self._known is None else self._known.get(self._look)
         return answer if type(answer) is bool else None
 
+    def ask(self, mask: RemoteTensor) -> None:
+        """Wait for it where it is not known; where nobody notes who writes to the mask, leave it unknown."""
+        if self._known is not None and self.hides_nothing is None:
+            self.learn(bool(mask.all()))
+
     def learn(self, hides_nothing: bool | None) -> None:
         """Note it, for what it was made of as well."""
         if self._known is None or hides_nothing is None:
@@ -75,10 +80,13 @@ def _prepare(plain: Callable[..., Sequence[object]]) -> Callable[..., object]:
         prepared = plain(config, inputs, attention_mask, *args, **kwargs)
         if torch.compiler.is_compiling():  # so that nothing else in here is traced
             return prepared
-        if type(attention_mask) is RemoteTensor:
-            made = prepared[1]
+        if type(attention_mask) is RemoteTensor and attention_mask.dim() == 2:
+            made, facts = prepared[1], _Facts(attention_mask)
+            if facts.hides_nothing is None:
+                values = values_of(attention_mask._sky)
+                facts.learn(None if values is None else bool(values.all()))  # known where it was uploaded
             if type(made) is RemoteTensor and made.dtype is torch.bool and made.shape == attention_mask.shape:
-                _Facts(made).follow(_Facts(attention_mask))
+                _Facts(made).follow(facts)
         return prepared
 
     return prepare
@@ -121,16 +129,14 @@ def _ignore_causal(plain: Callable[..., bool], is_traced: Callable[[object], boo
             return plain(padding_mask, *rest)
         facts, width = _Facts(padding_mask), padding_mask.shape[-1]
         is_whole = q_length == 1 or kv_length == q_length
+        # Of a mask that is longer than the keys, its end decides; of the first one, perhaps its part for later tokens.
+        decides = width <= kv_length and (q_offset != 0 or kv_length == q_length == width)
+        has_window = local_attention_size is not None and kv_length >= local_attention_size
+        if decides and is_whole and not has_window:
+            facts.ask(padding_mask)
         if facts.hides_nothing and is_whole:
             return plain(None, *rest)
-        # Of a mask that is longer than the keys, its end decides.
-        if facts.hides_nothing is False and width <= kv_length and q_offset != 0:
-            return False
-        ignored = plain(padding_mask, *rest)
-        has_window = local_attention_size is not None and kv_length >= local_attention_size
-        if is_whole and width == kv_length and not has_window and (kv_length == q_length or q_offset != 0):
-            facts.learn(ignored)
-        return ignored
+        return False if decides and facts.hides_nothing is False else plain(padding_mask, *rest)
 
     return ignore
 
@@ -141,12 +147,11 @@ def _ignore_bidirectional(plain: Callable[..., bool], is_traced: Callable[[objec
         if torch.compiler.is_compiling() or not _is_known_here(padding_mask, is_traced):
             return plain(padding_mask, kv_length, local_attention_size)
         facts = _Facts(padding_mask)
-        if facts.hides_nothing is not None:
-            return facts.hides_nothing and plain(None, kv_length, local_attention_size)
-        ignored = plain(padding_mask, kv_length, local_attention_size)
         if local_attention_size is None or kv_length < local_attention_size:
-            facts.learn(ignored)
-        return ignored
+            facts.ask(padding_mask)
+        if facts.hides_nothing is None:
+            return plain(padding_mask, kv_length, local_attention_size)
+        return facts.hides_nothing and plain(None, kv_length, local_attention_size)
 
     return ignore
 

@@ -50,6 +50,16 @@ def test_a_mask_that_was_written_to_is_asked_for_again(sky1: str) -> None:
         torch.testing.assert_close(found.cpu(), expected)
 
 
+def test_masks_that_were_uploaded_are_not_asked_for(sky1: str) -> None:
+    model, inputs = make_model("Qwen2").to(sky1).train(), prompts()
+    assert not inputs["attention_mask"].all()
+    for _ in range(2):
+        batch = placed(inputs, sky1)
+        before = torch.sky.stats()["round_trips"]
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+    assert torch.sky.stats()["round_trips"] == before
+
+
 MASKS = [[1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]
 
 
