@@ -96,7 +96,7 @@ class FailureReports:
         return self._add_notes(record, line)
 
     @shielded
-    def whose(self, reason: str) -> str:
+    def explain_loss(self, reason: str) -> str:
         """Return sentences on what may have lost the worker its CUDA context; none where it ended otherwise.
 
         Args:

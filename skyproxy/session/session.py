@@ -448,8 +448,8 @@ class Session(Requests):
             how, log = (None if self._closing or told else self.explain_end()) or ("", "")
             what = f"The worker is gone: {how}" if how else reason
             ended = SessionLostError(
-                f"{what}.{self._failures.whose(reason)} The tensors that lived there are gone; tensors on the CPU are "
-                f"unharmed. {self.after_end}{log}"
+                f"{what}.{self._failures.explain_loss(reason)} The tensors that lived there are gone; tensors on the "
+                f"CPU are unharmed. {self.after_end}{log}"
             )
             ended.process_ended = bool(how) or told
             self._ended = ended

@@ -94,15 +94,15 @@ def test_where_each_operation_is_waited_for_it_was_the_last_one() -> None:
 
 def test_a_session_that_did_not_notice_is_told_what_it_ran_itself() -> None:
     reports = FailureReports(recorded(RELU, commands.FETCH, EMBED, 0, SUM), STRUCTURES)
-    assert reports.whose("it was closed") == ""
+    assert reports.explain_loss("it was closed") == ""
     place = "aten::embedding, recorded at work.py:7 in <module>"
-    assert reports.whose(f"another session found that {KERNEL_FAILED}") == (
+    assert reports.explain_loss(f"another session found that {KERNEL_FAILED}") == (
         f" Of what this session ran, these check their operands on the GPU, the latest first: {place}."
     )
     waited = recorded(EMBED, commands.FETCH, RELU)
-    assert "embedding" in FailureReports(waited, STRUCTURES).whose(KERNEL_FAILED), "it may still wait"
+    assert "embedding" in FailureReports(waited, STRUCTURES).explain_loss(KERNEL_FAILED), "it may still wait"
     waited.ack(1)
-    assert FailureReports(waited, STRUCTURES).whose(KERNEL_FAILED) == ""
+    assert FailureReports(waited, STRUCTURES).explain_loss(KERNEL_FAILED) == ""
 
 
 # --- the batches that are remembered --------------------------------------------------------------------------------
