@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import resource
 import signal
@@ -323,17 +324,13 @@ def test_an_error_that_a_gpu_tells_late_is_the_functions_and_comes_though_it_sta
 def test_where_processes_cannot_share_memory_of_a_gpu_they_get_copies(node: skyproxy.Node, sky: str) -> None:
     def play() -> None:
         """Play a GPU in this worker, whose memory no process of a function can open."""
-        from skyproxy_server.functions import lent_tensors
-
-        lending: Any = lent_tensors
+        lending: Any = importlib.import_module("skyproxy_server.functions.lent_tensors")
         lending.originals = lending.kind_of, lending.handle_of
         lending.kind_of = lambda storage: "cuda"
         lending.handle_of = lambda storage: [0, b"handle", 16, 0, b"counter", 0, b"event", False]
 
     def stop() -> None:
-        from skyproxy_server.functions import lent_tensors
-
-        lending: Any = lent_tensors
+        lending: Any = importlib.import_module("skyproxy_server.functions.lent_tensors")
         lending.kind_of, lending.handle_of = lending.originals
 
     def change(tensor: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

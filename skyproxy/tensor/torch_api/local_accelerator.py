@@ -165,7 +165,7 @@ def confirm_flag() -> None:
 
 
 def _is_local(device: torch.device) -> bool | None:
-    """Whether a device is this machine's own accelerator; None for the CPU, to which neither is one.
+    """Tell whether a device is this machine's own accelerator; None for the CPU, to which neither is one.
 
     Not by the name of ours, which is another one during somebody else's turn.
     """
