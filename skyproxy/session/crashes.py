@@ -15,6 +15,8 @@ from skyproxy.transport.base import Transport
 CONTEXT_LOST = "ContextLostError"
 """The type of the failure that a worker reports before it ends for the loss of its CUDA context."""
 _MOST_SHOWN = 3
+_WAITING = ("item", "synchronize")
+"""The controls whose answers come when the GPU has done all that was launched before."""
 _CHECKED_NAMES = """
 _assert_async _ctc_loss _embedding_bag _embedding_bag_forward_only _index_put_impl _unsafe_index _unsafe_index_put
 bernoulli binary_cross_entropy binary_cross_entropy_backward bincount binomial embedding embedding_dense_backward
@@ -49,7 +51,8 @@ def explain_loss(record: Mapping[str, Any], line: str, recorder: Recorder, struc
     if recorder.wait_for_outcome is not None:  # each was waited for, so that it is the last one
         return next((f" It was {_place(*found)}." for found in latest), "")
     op = str(record.get("op") or "")
-    noticed = f"at {_place(op, line)}" if op.startswith("aten::") or line else "where the program waited"
+    waited = "where values were uploaded" if op == "upload" else "where the program waited"
+    noticed = f"at {_place(op, line)}" if op.startswith("aten::") or line else waited
     text = f" Kernels run later than they are recorded: it was noticed {noticed}."
     if suspects := _suspects(latest):
         text += f" Of what ran before, these check their operands on the GPU, the latest first: {suspects}."
@@ -107,4 +110,4 @@ def _latest_ops(
 
 def _waits(sent: RecordedBatch, at: int) -> bool:
     number = sent.stream[at]
-    return bool(number == commands.FETCH or (number == commands.CALL and sent.stream[at + 2] == "synchronize"))
+    return bool(number == commands.FETCH or (number == commands.CALL and sent.stream[at + 2] in _WAITING))

@@ -127,6 +127,8 @@ def test_a_function_that_breaks_it_is_told_by_its_own_error_or_by_the_end_of_its
         with within(SOON_SECONDS), pytest.raises(SessionLostError, match="a function of the same process found"):
             x.sum().item()
         assert not node.alive
+        assert node._worker is not None
+        assert wait_for(lambda: node._worker._process.poll(), "the worker ends", 10) == LOST_STATUS
 
 
 def test_a_protected_program_goes_on_with_another_worker(sky: str, capfd: pytest.CaptureFixture[str]) -> None:

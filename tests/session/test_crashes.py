@@ -31,6 +31,8 @@ def recorded(*ops: int) -> Recorder:
     for op in ops:
         if op == commands.FETCH:
             recorder.emit((commands.FETCH, 1, 1, 0))
+        elif op == commands.CALL:
+            recorder.emit((commands.CALL, 1, "item", [1]))
         elif op:
             recorder.emit((op, 1))
             recorder.emit_line((CODE, 2))
@@ -59,6 +61,11 @@ def test_what_was_waited_for_is_not_to_blame() -> None:
     said = told(recorded(EMBED, commands.FETCH, RELU, SUM), 1, 8)
     assert "embedding" not in said
     assert "latest first" not in said
+    assert "embedding" not in told(recorded(EMBED, commands.CALL, RELU, SUM), 1, 8)
+
+
+def test_an_upload_that_noticed_is_no_wait() -> None:
+    assert "it was noticed where values were uploaded. " in told(recorded(EMBED, RELU), 1, 2, "upload", "")
 
 
 def test_the_operation_that_noticed_may_be_to_blame_itself() -> None:
