@@ -183,7 +183,7 @@ def handle_of(storage: torch.UntypedStorage) -> list[Any]:
         if handle[4] is not None:  # it has memory
             torch.UntypedStorage._release_ipc_counter_cuda(handle[4], handle[5])
         known = (storage.data_ptr(), storage.nbytes(), [*handle[:-1], False])
-        setattr(storage, _HANDLE, known)
+        vars(storage)[_HANDLE] = known
     # Not by the event of the handle, which is that of the first share.
     torch.cuda.current_stream(storage.device).synchronize()
     return list(known[2])
