@@ -119,7 +119,10 @@ class CudaContext:
             logger.error("the CUDA context of this process is lost: %s", words)
             end = tell or self.on_lost
             if end is not None:
-                end(words)
+                # On a thread of its own: a function's is interrupted when its client leaves, which is told just now.
+                ending = threading.Thread(target=end, args=(words,), name="skyproxy-end", daemon=True)
+                ending.start()
+                ending.join()
 
 
 CONTEXT = CudaContext()

@@ -380,7 +380,7 @@ class WorkerSession:
         if not CONTEXT.is_lost:  # else what frees memory of a device aborts the process
             self._executor.end()
         if self._bulk is not None:
-            self._bulk.close("done", self._farewell)
+            self._bulk.close("crashed" if CONTEXT.is_lost else "done", self._farewell)
         if self._functions is not None:
             self._functions.close()
         self._over.set()

@@ -291,11 +291,17 @@ def test_the_process_ends_also_where_nobody_can_be_told(monkeypatch: pytest.Monk
     host, ended = WorkerHost([{"type": "cpu", "index": 0, "name": "CPU"}]), []
     host.on_context_lost = lambda: ended.append(True)
     monkeypatch.setattr("skyproxy_server.worker_host.break_off", raise_assert)
-    context = CudaContext()
-    context.on_lost = host._break_off
     with pytest.raises(torch.AcceleratorError):
-        context.lose("it broke")
+        host._break_off("it broke")
     assert ended == [True]
+
+
+def test_a_thread_that_is_interrupted_does_not_keep_the_process() -> None:
+    context, told = CudaContext(), []
+    context.on_lost = lambda words: told.append(threading.current_thread())
+    context.lose("it broke")
+    assert told
+    assert told != [threading.current_thread()]
 
 
 def test_a_process_that_is_about_to_end_takes_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,3 +309,18 @@ def test_a_process_that_is_about_to_end_takes_no_session(monkeypatch: pytest.Mon
     monkeypatch.setattr(CONTEXT, "is_lost", True)
     with pytest.raises(LimitExceededError, match="its CUDA context is lost; try again"):
         host.open_session(Hello([0], OPERATIONS, "", {}), memory_transport_pair()[1])
+
+
+def test_whichever_connection_is_read_first_says_the_same(gpus: Gpus) -> None:
+    (operations, link), (bulk, bulk_link) = memory_transport_pair(), memory_transport_pair("bulk")
+    session = WorkerSession(link, [{"type": "cpu", "index": 0, "name": "CPU"}], SETTINGS, Activity())
+    assert session.take_bulk(bulk_link)
+    CONTEXT.is_lost = True
+    session.break_off("it broke")
+    session.end()
+    for client in (operations, bulk):
+        with pytest.raises(SessionLostError):
+            client.recv(10)
+        goodbye = client.connection.goodbye
+        assert goodbye is not None
+        assert (goodbye.code_name, goodbye.reason) == ("crashed", "it broke")
