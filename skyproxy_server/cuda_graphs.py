@@ -22,6 +22,11 @@ WARM_UPS = 3
 """Replays that run as plain lists first: kernels are loaded, workspaces and plans are made."""
 MAX_CAPTURES = 3
 """The number of times that a graph is captured anew because its inputs moved, before it stays a list."""
+_READS_ITS_STATUS = frozenset(
+    f"aten::{name}" for name in ("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq")
+)
+"""Operators that read from the device whether they succeeded, which ends every capture. A capture that ends so inside
+cuSOLVER leaves this thread's handle of it broken: it fails from then on, as it did on an H200."""
 _capturing = threading.Lock()
 """CUDA allows one capture a process at a time."""
 
@@ -156,7 +161,6 @@ class CudaDriver:
                 except Exception:
                     with contextlib.suppress(RuntimeError):
                         generator.set_state(state)
-                    _forget_last_error()
                     raise
         for value in made.values():
             if isinstance(value, torch.Tensor) and value.device != torch.device("cuda", self._index):
@@ -168,18 +172,10 @@ class CudaDriver:
             graph.replay()
 
 
-def _forget_last_error() -> None:
-    """Have CUDA forget that a capture broke: the next library that looks for errors of its own kernels would find it.
-
-    Each launch of PyTorch's asks for the last error, and asking forgets it. cuSOLVER, run just after such a capture,
-    says CUSOLVER_STATUS_EXECUTION_FAILED without this.
-    """
-    with contextlib.suppress(RuntimeError):
-        torch.cuda._sleep(1)  # type: ignore[no-untyped-call,unused-ignore]
-
-
 def replayer_for(places: list[list[Any]], recording: Recording, random: RandomState) -> CudaReplayer | None:
-    """Return the replayer of a recording; None for command by command, the only way on a CPU and across devices.
+    """Return the replayer of a recording; None for command by command.
+
+    That is the only way on a CPU, across devices, and where an operator reads from the device.
 
     Args:
         places: the devices that it computes on, each `[type, index]`.
@@ -187,5 +183,8 @@ def replayer_for(places: list[list[Any]], recording: Recording, random: RandomSt
         random: the session's generators.
     """
     if len(places) != 1 or places[0][0] != "cuda" or not recording.steps:
+        return None
+    names = {step.signature.name.partition(".")[0] for step in recording.steps if step.signature is not None}
+    if names & _READS_ITS_STATUS:
         return None
     return CudaReplayer(CudaDriver(int(places[0][1] or 0), random))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,12 @@ def test_what_cannot_be_captured_stays_a_list(driver: FakeDriver) -> None:
 
 @pytest.mark.parametrize("places", [[], [["cpu", None]], [["cuda", 0], ["cuda", 1]], [["cuda", 0], ["cpu", None]]])
 def test_only_recordings_of_one_gpu_become_cuda_graphs(places: list[list[Any]]) -> None:
-    recording: Any = type("Recording", (), {"steps": [1]})()
+    recording: Any = type("Recording", (), {"steps": [SimpleNamespace(signature=None)]})()
     random: Any = None
     assert replayer_for(places, recording, random) is None
+
+
+def test_what_reads_the_outcome_from_the_device_is_never_captured() -> None:
+    signatures = [SimpleNamespace(name=name) for name in ("aten::mul.Tensor", "aten::_linalg_eigh")]
+    recording: Any = SimpleNamespace(steps=[SimpleNamespace(signature=one) for one in (None, *signatures)])
+    assert replayer_for([["cuda", 0]], recording, random=Any) is None
