@@ -38,6 +38,7 @@ class Trainer:
         device: str,
         autocast: torch.dtype | None = None,
         adam: bool = True,
+        learning_rate: float = 1e-3,
     ) -> None:
         """Args:
         model: is copied.
@@ -45,6 +46,7 @@ class Trainer:
         device: where it trains.
         autocast: the lower precision to compute in.
         adam: whether the optimizer is AdamW, whose scalars change at every step, or SGD with momentum.
+        learning_rate: of AdamW.
         """
         self.model = copy.deepcopy(model).to(device)
         self.batches = batches
@@ -54,7 +56,7 @@ class Trainer:
         self.round_trips = 0
         self.autocast = autocast
         self._optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
+            torch.optim.AdamW(self.model.parameters(), lr=learning_rate, foreach=True)
             if adam
             else torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9, foreach=True)
         )

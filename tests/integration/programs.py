@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def environment(**extra: str) -> dict[str, str]:
     """Ours with `extra` in place of skyproxy's variables, the packages under test, and no line at the first use."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SKYPROXY_")}
-    ours = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default::DeprecationWarning", "SKYPROXY_ANNOUNCE_WORKER": "0"}
+    ours = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *(found for found in [os.environ.get("PYTHONPATH")] if found)]),
+        "PYTHONWARNINGS": "default::DeprecationWarning",
+        "SKYPROXY_ANNOUNCE_WORKER": "0",
+    }
     return {**clean, **ours, **extra}
 
 
