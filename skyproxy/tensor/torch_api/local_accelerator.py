@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 import torch
 
 from skyproxy import patching
-from skyproxy.tensor.core.devices import DEVICES
 
 _TURN_SECONDS = 600.0
 """The longest wait of a thread for the others' backward passes of the other kind."""
@@ -172,14 +171,19 @@ def _is_local(device: torch.device) -> bool | None:
     return None if device.type in ("cpu", "meta") else device.type == _local_type
 
 
+def _is_in_use() -> bool:
+    """Return whether this machine's own accelerator may have tensors; asking does not begin to use it."""
+    asked = getattr(torch.get_device_module(_local_type), "is_initialized", None)
+    return asked is None or bool(asked())
+
+
 def _kind_of(outputs: Iterable[object]) -> str | None:
     """Return whose turn a backward pass from these needs to be: "local", "sky" or nobody's.
 
     Args:
-        outputs: tensors and gradient edges. Of those on the CPU the graph is followed to the first node elsewhere.
+        outputs: tensors and gradient edges. Of those on the CPU the graph is followed to the first node elsewhere, as
+            long as the GPU is in use: else `sky` has no need of a turn.
     """
-    if not DEVICES.existing():
-        return "local"
     nodes: list[object] = []
     for output in outputs:
         if not isinstance(output, torch.Tensor):
@@ -188,6 +192,8 @@ def _kind_of(outputs: Iterable[object]) -> str | None:
             return "local" if local else "sky"
         else:
             nodes.append(output.grad_fn)
+    if not _is_in_use():
+        return None
     seen = set(nodes)
     while nodes:
         node: Any = nodes.pop()

@@ -150,6 +150,7 @@ def test_backward_on_the_machines_own_gpu_is_what_it_was(
 ) -> None:
     monkeypatch.setattr(local_accelerator, "TURNS", turns)
     monkeypatch.setattr(local_accelerator, "_local_type", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     engine = Engine()
     for edge, said in (
         (edge_to("cuda"), "privateuseone"),
@@ -163,9 +164,24 @@ def test_backward_on_the_machines_own_gpu_is_what_it_was(
     assert engine.said == ["sky"]
 
 
+def test_backward_on_the_cpu_takes_no_turn_while_no_gpu_is_in_use(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_accelerator, "TURNS", turns)
+    monkeypatch.setattr(local_accelerator, "_local_type", "cuda")
+    engine = Engine()
+    loss = (torch.ones(2, requires_grad=True) * 2).sum()
+    with turns.take("sky"):  # of another thread, it would be waited for
+        thread = threading.Thread(target=EngineInTurns(engine).run_backward, args=((loss,),))
+        thread.start()
+        thread.join(20)
+        assert engine.said == ["sky"]
+
+
 def test_a_graph_of_both_is_refused_in_words(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_accelerator, "TURNS", turns)
     monkeypatch.setattr(local_accelerator, "_local_type", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     engine = EngineInTurns(Engine("opt_ready_stream && opt_parent_stream INTERNAL ASSERT FAILED"))
     with pytest.raises(RuntimeError, match=r"tensors of both sky and cuda.*Cut the graph where they meet"):
         engine.run_backward((edge_to("cuda"),))
