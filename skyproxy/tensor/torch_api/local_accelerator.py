@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from skyproxy import patching
+from skyproxy.interrupts import shielded
 
 _TURN_SECONDS = 600.0
 """The longest wait of a thread for the others' backward passes of the other kind."""
@@ -118,24 +119,45 @@ class Turns:
         if self.flag is None:
             yield
             return
-        outer: str | None = getattr(self._mine, "kind", None)
+        kinds: list[str] = vars(self._mine).setdefault("kinds", [])
+        depth = len(kinds)
+        try:
+            while not self._try_to_begin(kind, kinds):
+                self._wait(kind)
+            yield
+        finally:
+            self._end(kinds, depth)
+
+    def _wait(self, kind: str) -> None:
         with self._changed:
-            if outer is None and not self._changed.wait_for(lambda: self._is_free_for(kind), _TURN_SECONDS):
+            if not self._changed.wait_for(lambda: self._is_free_for(kind), _TURN_SECONDS):
                 raise RuntimeError(
                     f"backward on {'sky' if kind == 'local' else 'the GPU of this machine'} in another thread did not "
                     f"end within {_TURN_SECONDS:.0f} s, and PyTorch's engine runs either that or this"
                 )
+
+    @shielded
+    def _try_to_begin(self, kind: str, kinds: list[str]) -> bool:
+        with self._changed:
+            if not kinds and not self._is_free_for(kind):
+                return False
+            kinds.append(kind)
             self._running[kind] += 1
-            self._mine.kind = kind
-            self.flag.value = kind == "sky"
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running[kind] -= 1
-                self._mine.kind = outer
-                self.flag.value = outer == "sky" if outer is not None else not self._running["local"]
-                self._changed.notify_all()
+            self._put_in_force(kind)
+            return True
+
+    @shielded
+    def _end(self, kinds: list[str], depth: int) -> None:
+        """End what this thread has begun beyond a depth, if it came to that."""
+        with self._changed:
+            while len(kinds) > depth:
+                self._running[kinds.pop()] -= 1
+            self._put_in_force(kinds[-1] if kinds else "local" if self._running["local"] else "sky")
+            self._changed.notify_all()
+
+    def _put_in_force(self, kind: str) -> None:
+        assert self.flag is not None
+        self.flag.value = kind == "sky"
 
     def _is_free_for(self, kind: str) -> bool:
         return not self._running["sky" if kind == "local" else "local"]
@@ -251,12 +273,14 @@ def _refuse(error: RuntimeError) -> NoReturn:
 
 def install() -> None:
     """Let this machine's own GPU have its turn, if it has one; after the device has its name."""
-    if _local_type is None:
+    variable = torch.autograd.variable.Variable  # type: ignore[attr-defined]
+    if _local_type is None or isinstance(variable._execution_engine, EngineInTurns):  # it stays
         return
-    patching.wrap(
-        torch.autograd.variable.Variable,  # type: ignore[attr-defined]
+    patching.replace(
+        variable,
         "_execution_engine",
-        EngineInTurns,
+        EngineInTurns(variable._execution_engine),
         why="beside a device with a name, the engine fails on this machine's own GPU",
         test=f"{_TESTS}::test_backward_on_the_machines_own_gpu_is_what_it_was",
+        stays="in C++, the name of the device makes it the accelerator of this machine, used or not; and a name stays",
     )

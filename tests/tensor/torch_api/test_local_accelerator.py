@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyproxy import patching
 from skyproxy.tensor.torch_api import local_accelerator
 from skyproxy.tensor.torch_api.local_accelerator import EngineInTurns, Turns, loaded_byte
 
@@ -162,6 +163,18 @@ def test_backward_on_the_machines_own_gpu_is_what_it_was(
         assert engine.said.pop() == said
     assert EngineInTurns(engine).run_backward((torch.ones(2, device=sky, requires_grad=True).sum(),)) == "done"
     assert engine.said == ["sky"]
+
+
+def test_the_engine_stays_as_the_name_of_the_device_does(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`skyproxy.uninstall()` takes no name back, and `install()` finds the engine as it left it."""
+    monkeypatch.setattr(local_accelerator, "_local_type", "cuda")
+    variable: Any = torch.autograd.variable.Variable  # type: ignore[attr-defined]
+    monkeypatch.setattr(variable, "_execution_engine", Engine())
+    monkeypatch.setattr(patching, "PATCHES", [])
+    for _ in range(2):
+        local_accelerator.install()
+    assert isinstance(variable._execution_engine, EngineInTurns)
+    assert [patch.name for patch in patching.PATCHES if patch.stays] == ["_execution_engine"]
 
 
 def test_backward_on_the_cpu_takes_no_turn_while_no_gpu_is_in_use(
