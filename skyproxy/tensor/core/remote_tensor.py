@@ -21,6 +21,8 @@ from skyproxy.tensor.core.torch_private import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from skyproxy.tensor.core.devices import Handle
 
 _make_wrapper = make_wrapper_subclass
@@ -151,6 +153,25 @@ def is_wrapper_class(kind: type) -> bool:
     """Return whether this is a class of tensors with its own dispatch in Python, which may have no memory."""
     own = torch.Tensor.__torch_dispatch__
     return kind is not RemoteTensor and issubclass(kind, torch.Tensor) and kind.__torch_dispatch__ is not own
+
+
+def run_on_wrappers(
+    func: OpOverload, types: Iterable[type] | None, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Run an operation by the dispatch of other classes among its operands, to which ours are what plain tensors are.
+
+    PyTorch names the classes that have a dispatch to each of them, and so ours, but never `torch.Tensor`: a class that
+    knows no other than its own takes a tensor of the CPU, and would refuse one of ours.
+
+    Returns:
+        What the first of them gives; `NotImplemented` if none takes the operation, or there is none.
+    """
+    others = tuple(kind for kind in types or () if not issubclass(kind, RemoteTensor))
+    for kind in others:
+        result: object = kind.__torch_dispatch__(func, others, args, kwargs)  # type: ignore[attr-defined]
+        if result is not NotImplemented:
+            return result
+    return NotImplemented
 
 
 def make_view(meta: Meta, handle: Handle, base: torch.Tensor) -> RemoteTensor:

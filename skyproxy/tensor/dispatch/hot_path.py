@@ -21,7 +21,7 @@ from skyproxy.protocol.commands import EXPECT
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.host_copies import forget_copy, know_element
-from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class
+from skyproxy.tensor.core.remote_tensor import RemoteTensor, run_on_wrappers
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass, rule_registry
 from skyproxy.tensor.core.user_lines import FOREIGN, OUTERMOST
 from skyproxy.tensor.dispatch.binding import is_host_number, number_of
@@ -35,7 +35,7 @@ from skyproxy.tensor.dispatch.recording import count_changes, learn, record
 from skyproxy.torch_codec import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from skyproxy.tensor.core.devices import Handle, SkyDevice
     from skyproxy.tensor.core.metadata import Meta
@@ -136,6 +136,14 @@ def new_tensors(device: SkyDevice, looks: Sequence[Look], owner: Handle | None) 
     return made
 
 
+def _record(
+    info: OpInfo, func: OpOverload, types: Iterable[type] | None, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Record a call of any op, or run it by the dispatch of another class among its operands."""
+    result = record(info, func, args, kwargs)
+    return result if result is not NotImplemented else run_on_wrappers(func, types, args, kwargs)
+
+
 def dispatch_remote(
     cls: object,
     func: OpOverload,
@@ -150,14 +158,16 @@ def dispatch_remote(
         info = info_of(func)
     if info.special is not None:
         try:
-            return info.special(info, func, args, kwargs or {})
+            taken = info.special(info, func, args, kwargs or {})
         except MixedDevicesError:
-            if types is not None and any(map(is_wrapper_class, types)):
-                return NotImplemented  # its own dispatch comes next
-            raise
+            given = run_on_wrappers(func, types, args, kwargs or {})
+            if given is NotImplemented:
+                raise
+            return given
         except SELF_EXPLAINING as error:
             error.__traceback__ = None
             raise
+        return taken if taken is not NotImplemented else run_on_wrappers(func, types, args, kwargs or {})
     if info.first is not None:
         try:
             taken = info.first(info, args)
@@ -176,7 +186,7 @@ def dispatch_remote(
             handle = a._sky
             if handle.device is not device:
                 if device is not None:
-                    return record(info, func, args, kwargs or {})
+                    return _record(info, func, types, args, kwargs or {})
                 device = handle.device
                 root = handle
             key.append(handle.meta)
@@ -190,7 +200,7 @@ def dispatch_remote(
                 if len(a) > _MANY:
                     taken = looks_of_many(a)
                     if taken is None or (device is not None and taken[0].device is not device):
-                        return record(info, func, args, kwargs or {})
+                        return _record(info, func, types, args, kwargs or {})
                     handle, metas, slots = taken
                     if device is None:
                         device = handle.device
@@ -206,11 +216,11 @@ def dispatch_remote(
                             looks.append(None)
                             slots.append(0)
                             continue
-                        return record(info, func, args, kwargs or {})
+                        return _record(info, func, types, args, kwargs or {})
                     handle = item._sky
                     if handle.device is not device:
                         if device is not None:
-                            return record(info, func, args, kwargs or {})
+                            return _record(info, func, types, args, kwargs or {})
                         device = handle.device
                         root = handle
                     looks.append(handle.meta)
@@ -219,7 +229,7 @@ def dispatch_remote(
                 wire.append(slots)
             elif kind in FIXED_TYPES or how == FIXED:
                 if kind is torch.device:
-                    return record(info, func, args, kwargs or {})
+                    return _record(info, func, types, args, kwargs or {})
                 key.append(tuple(a) if kind is list else a)
             elif how == NUMBER:
                 if kind is list:
@@ -227,7 +237,7 @@ def dispatch_remote(
                 elif kind is int or a is None:
                     key.append(a)
                 else:
-                    return record(info, func, args, kwargs or {})
+                    return _record(info, func, types, args, kwargs or {})
                 wire.append(a)
             elif how == SCALAR:
                 if kind is int:
@@ -243,9 +253,9 @@ def dispatch_remote(
                 key.append(("host", DTYPE_NAMES[a.dtype], key_of(number)))
                 wire.append(number)
             else:
-                return record(info, func, args, kwargs or {})
+                return _record(info, func, types, args, kwargs or {})
     if device is None:
-        return record(info, func, args, kwargs or {})
+        return _record(info, func, types, args, kwargs or {})
     if kwargs:
         kinds = info.keyword_kinds
         for name, a in kwargs.items():
@@ -257,13 +267,13 @@ def dispatch_remote(
             if kind is RemoteTensor and how == TENSOR:
                 handle = a._sky
                 if handle.device is not device:
-                    return record(info, func, args, kwargs)
+                    return _record(info, func, types, args, kwargs)
                 key.append(handle.meta)
                 wire.append(handle.slot)
             elif kind in FIXED_TYPES or how == FIXED:
                 # Of fractions the values count in `linspace` and its like, which take a device.
                 if kind is torch.device and (a != device.torch_device or float in map(type, args)):
-                    return record(info, func, args, kwargs)
+                    return _record(info, func, types, args, kwargs)
                 key.append(tuple(a) if kind is list else a)
             elif how == SCALAR and kind is not list:
                 key.append(key_of(a))
@@ -275,14 +285,14 @@ def dispatch_remote(
                 key.append(kind)
                 wire.append(0)
             else:
-                return record(info, func, args, kwargs)
+                return _record(info, func, types, args, kwargs)
     signature = tuple(key)
     try:
         entry: Entry | None = device.cache.get(signature)
     except TypeError as error:  # symbols among sizes have no hash
         if raised_by_handler(error):
             raise
-        return record(info, func, args, kwargs or {})
+        return _record(info, func, types, args, kwargs or {})
     if entry is None:
         plain = key_of_reader(info, args, kwargs, key)
         if plain is not None:
@@ -291,7 +301,7 @@ def dispatch_remote(
     if entry is None:
         entry = learn(info, device, signature, args, kwargs) if info.learns else None
         if entry is None:
-            return record(info, func, args, kwargs or {})
+            return _record(info, func, types, args, kwargs or {})
         wire[0] = entry.number
         if entry.made:
             wire = [EXPECT, expectation(entry, signature), *wire]
@@ -299,7 +309,7 @@ def dispatch_remote(
         wire[0] = entry.number
     # A view is an inference tensor if its base is one, whatever the mode is now.
     if entry.shares_first and _in_inference_mode() != args[0].is_inference():
-        return record(info, func, args, kwargs or {})
+        return _record(info, func, types, args, kwargs or {})
     recorder = device.recorder
     result: object
     if entry.simple:
@@ -341,7 +351,7 @@ def dispatch_remote(
         result = listed = new_tensors(device, entry.listed, owner)
         wire.append([made._sky.slot for made in listed])  # type: ignore[union-attr]  # none of them is None
     elif entry.may_overlap and overlaps(info, args, kwargs or {}):
-        return record(info, func, args, kwargs or {})
+        return _record(info, func, types, args, kwargs or {})
     elif entry.targets:
         given = kwargs or {}
         results = [given[name] for name in entry.targets]
@@ -351,7 +361,7 @@ def dispatch_remote(
         if info.for_each:
             count_changes(args[0])
     else:
-        return record(info, func, args, kwargs or {})
+        return _record(info, func, types, args, kwargs or {})
     stream = recorder.stream
     stream.extend(wire)
     try:

@@ -118,10 +118,10 @@ def _are_usual(items: Iterable[object]) -> bool:
                 if found is not None or a.dtype not in _USUAL:  # type: ignore[attr-defined]
                     return False
                 found = a.dtype  # type: ignore[attr-defined]
-        elif kind is str or ((kind is float or kind is int) and is_huge(a)):  # type: ignore[arg-type]
+        elif kind is str or kind is complex or ((kind is float or kind is int) and is_huge(a)):  # type: ignore[arg-type]
             return False
         elif (kind is list or kind is tuple) and a and type(a[0]) is not int:  # type: ignore[index]
-            if type(a[0]) is float and any(map(is_huge, a)):  # type: ignore[index,call-overload]
+            if complex in map(type, a) or (type(a[0]) is float and any(map(is_huge, a))):  # type: ignore[index,call-overload]
                 return False
             for look in _looks(a):  # type: ignore[arg-type]
                 if look.dtype is not found:

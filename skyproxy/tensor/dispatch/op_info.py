@@ -97,6 +97,7 @@ _FAKED_WRONGLY = frozenset(
         "aten::_cudnn_rnn",
         "aten::_embedding_bag",
         "aten::_embedding_bag_forward_only",
+        "aten::_foreach_pow",
         "aten::_grouped_mm",
         "aten::_linalg_solve_ex",
         "aten::_log_softmax",

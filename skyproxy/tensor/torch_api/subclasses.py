@@ -41,7 +41,11 @@ class RemoteSubclass(RemoteTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        cls,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         found: list[tuple[RemoteTensor, type]] = []
         for a in (*args, *(kwargs or {}).values()):
@@ -51,14 +55,17 @@ class RemoteSubclass(RemoteTensor):
         try:
             for item, _ in found:
                 item.__class__ = RemoteTensor
-            return RemoteTensor.__torch_dispatch__(func, (RemoteTensor,), args, kwargs or {})
+            return RemoteTensor.__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             for item, kind in found:
                 item.__class__ = kind
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         rebuild, parts = as_plain(self).__reduce_ex__(protocol)
-        return torch._tensor._rebuild_from_type_v2, (rebuild, self.local_class, parts, dict(self.__dict__))
+        state = dict(self.__dict__)
+        if isinstance(self, torch.nn.Parameter):
+            state["_is_param"] = True  # by which PyTorch knows parameters of other classes than its own
+        return torch._tensor._rebuild_from_type_v2, (rebuild, self.local_class, parts, state)
 
     def __deepcopy__(self, memo: dict[object, object]) -> object:
         if id(self) not in memo:

@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map
 
 from skyproxy.errors import LimitExceededError, UnsupportedOpError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -318,3 +319,61 @@ def test_the_size_of_ragged_rows_is_refused_where_a_number_is_needed(sky1: str) 
             with pytest.raises(UnsupportedOpError, match="the size of a dimension whose rows differ"):
                 refused()
     assert x.tolist() == [1.0] * 4
+
+
+class Strict(torch.Tensor):
+    """A tensor that holds another one, and takes operands of its own class and plain ones, as PyTorch's guide says."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Strict:
+        """Wrap `inner`, and look like it."""
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype, device=inner.device)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op on what is wrapped, where no operand has a dispatch that this class does not know."""
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented
+        bare = tree_map(lambda a: a.inner if isinstance(a, Strict) else a, (args, kwargs or {}))
+        return tree_map(lambda r: Strict(r) if isinstance(r, torch.Tensor) else r, func(*bare[0], **bare[1]))
+
+
+_BESIDE_PLAIN_ONES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "first": lambda x: Strict(x) + x,
+    "second": lambda x: x + Strict(x),
+    "in a list": lambda x: torch.cat([x, Strict(x)]),
+    "in two lists": lambda x: torch._foreach_add([x, x], [Strict(x), x])[0],
+    "written": lambda x: Strict(x).mul_(x),
+    "copied to": lambda x: Strict(x).copy_(x + 1),
+    "by a mask": lambda x: torch.where(x > 2, Strict(x), x),
+    "by an index": lambda x: Strict(x)[x[:2].long()],
+    "as an index": lambda x: x[Strict(x[:2].long())],
+    "as weights": lambda x: torch.nn.functional.linear(x.expand(2, 4), Strict(x.expand(3, 4)), x[:3]),
+    "as a keyword": lambda x: torch.add(x, Strict(x), alpha=2),
+    "beside a subclass": lambda x: x.as_subclass(torch.nn.Parameter) * Strict(x),
+}
+
+
+@pytest.mark.parametrize("compute", _BESIDE_PLAIN_ONES.values(), ids=_BESIDE_PLAIN_ONES)
+def test_another_class_takes_remote_tensors_for_plain_ones(sky: str, compute: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.arange(4.0)
+    got, want = compute(x.to(sky)), compute(x)
+    assert isinstance(got, Strict)
+    assert isinstance(want, Strict)
+    assert got.device.type == "sky"
+    assert torch.equal(got.inner.cpu(), want.inner)
+
+
+def test_a_class_that_refuses_another_one_is_heard(sky: str) -> None:
+    class Stranger(Strict):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return NotImplemented
+
+    x = torch.ones(2, device=sky)
+    with pytest.raises(TypeError, match="Multiple dispatch failed"):
+        torch.add(x, Stranger(x))

@@ -111,6 +111,9 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "a truth value subtracted from a list": lambda x, i: torch._foreach_sub([x, x], True),
     "a truth value subtracted in place": lambda x, i: x.sub_(True),
     "signs of truth values in place": lambda x, i: i.bool().abs_(),
+    "a comparison with a complex number": lambda x, i: x.lt(1j),
+    "a complex slope": lambda x, i: F.leaky_relu(x, 1j),  # type: ignore[arg-type]
+    "a complex factor of a product": lambda x, i: torch.addr(x.diag(), x, x, alpha=1j),
     "a comparison with a complex number in place": lambda x, i: x.lt_(1j),
     "a divisor of floating point in place": lambda x, i: x.gcd_(x),
     "a sample of more dimensions than a kernel has": lambda x, i: x.reshape([1] * 64 + [3]).amax(0),

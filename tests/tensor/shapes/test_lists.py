@@ -142,12 +142,13 @@ def test_ops_on_lists_of_unlike_tensors_infer_each_look_once(sky: str, monkeypat
     assert all(torch.equal(a.cpu(), b) for a, b in zip(halves, torch._foreach_div(local, 2), strict=True))
 
 
-@pytest.mark.parametrize("exponent", [True, 2, [True], [2]])
+@pytest.mark.parametrize("exponent", [True, 2, [True, True, True], [2, 3, 2], [True, 1, 2.0], [3.0, True, 2]])
 def test_powers_of_truth_values_have_the_dtypes_that_pytorch_gives_them(exponent: Any, sky: str) -> None:
-    local = torch.tensor([True, False])
-    (found,), (expected,) = torch._foreach_pow([local.to(sky)], exponent), torch._foreach_pow([local], exponent)
-    assert found.dtype is expected.dtype
-    assert torch.equal(found.cpu(), expected)
+    local = [torch.tensor([True, False])] * 3
+    found = torch._foreach_pow([t.to(sky) for t in local], exponent)
+    for power, expected in zip(found, torch._foreach_pow(local, exponent), strict=True):
+        assert power.dtype is expected.dtype
+        assert torch.equal(power.cpu(), expected)
 
 
 def test_lists_of_different_lengths_are_refused_as_locally(sky: str) -> None:

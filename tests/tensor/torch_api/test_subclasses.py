@@ -459,12 +459,15 @@ def test_a_parameter_of_a_class_stays_one(move: str, sky1: str) -> None:
 def test_parameters_of_a_class_are_saved(sky1: str) -> None:
     found = []
     for place in ("cpu", sky1):
+        values = torch.arange(3.0, device=place)
         file = io.BytesIO()
-        torch.save({"factor": Factor(torch.arange(3.0, device=place), tag=5)}, file)
+        torch.save(
+            [Factor(values, tag=5), nn.Parameter(values.as_subclass(Counted)), values.as_subclass(Counted)], file
+        )
         file.seek(0)
-        loaded = torch.load(file, weights_only=False)["factor"]
-        assert loaded.device == torch.device(place)
-        found.append((isinstance(loaded, nn.Parameter), loaded.tolist(), loaded.requires_grad))
+        loaded = torch.load(file, weights_only=False)
+        assert {x.device for x in loaded} == {torch.device(place)}
+        found.append([(isinstance(x, nn.Parameter), x.tolist(), x.requires_grad) for x in loaded])
     assert found[0] == found[1]
 
 
