@@ -336,12 +336,14 @@ def _quotients_in_place(given: dict[str, Any]) -> None:
 
 def _without_minus_one(given: dict[str, Any]) -> tuple[Tensor, Any] | None:
     """Return a dividend and a divisor with the same quotient: the least integer divided by -1 ends the process."""
-    tensor, other = given["self"], given["other"]
-    kind = torch.result_type(tensor, other)
-    if given.get("rounding_mode") != "trunc" or kind not in (torch.int32, torch.int64) or tensor.device.type != "cpu":
+    dividend, other = given["self"], given["other"]  # either may be a number, not both
+    kind = torch.result_type(dividend, other)
+    if given.get("rounding_mode") != "trunc" or kind not in (torch.int32, torch.int64):
+        return None
+    if any(isinstance(operand, Tensor) and operand.device.type != "cpu" for operand in (dividend, other)):
         return None
     negative = other == -1
-    dividend = tensor.to(kind)
+    dividend = (dividend if isinstance(dividend, Tensor) else torch.tensor(dividend)).to(kind)
     if not isinstance(other, Tensor):
         return (-dividend, 1) if negative else None
     return torch.where(negative, -dividend, dividend), torch.where(negative, 1, other)

@@ -347,6 +347,20 @@ def test_the_least_integer_divided_by_minus_one_ends_nobody(name: str, dtype: to
         assert (found[~right] == least).all()
 
 
+@pytest.mark.parametrize("number", [7, -7, True, torch.iinfo(torch.int64).min])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.float32])
+def test_a_number_is_divided_by_a_tensor(number: int, dtype: torch.dtype) -> None:
+    divisors = i(1, 2, 5, dtype=torch.int64).to(dtype)
+    if torch.result_type(number, divisors) is torch.bool:
+        return  # nothing divides booleans
+    for mode in ("trunc", "floor", None):
+        found = SAFE_FORMS["aten::div.Tensor_mode"](number, divisors, rounding_mode=mode)
+        expected = torch.div(number, divisors, rounding_mode=mode)
+        assert found.dtype is expected.dtype
+        assert torch.equal(found, expected)
+    assert SAFE_FORMS["aten::div.Tensor_mode"](number, i(-1, dtype=torch.int32), rounding_mode="trunc").shape == (1,)
+
+
 def test_a_number_of_trials_that_is_none_is_not_drawn_for_ever() -> None:
     drawn = SAFE_FORMS["aten::binomial"](torch.tensor([float("nan"), 4.0]), torch.tensor([0.5, 1.0]))
     assert drawn.tolist() == [0, 4]
