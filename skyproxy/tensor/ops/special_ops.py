@@ -6,6 +6,7 @@ What moves values is in `copies`, attention in `attention`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,13 @@ from skyproxy import patching
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, make_view
+from skyproxy.tensor.core.storage import root_of
 from skyproxy.tensor.core.torch_private import (
     DispatchKey,
     OpOverload,
     SetExcludedKey,
     all_op_names,
+    broadcast_two,
     checks_sparse_invariants,
     has_kernel,
     has_modes_or_transforms,
@@ -265,26 +268,52 @@ def _ctc_loss(
 _COMPOSITE_CTC_LOSS = functools.partial(aten.ctc_loss.Tensor._op_dk, DispatchKey.CompositeImplicitAutograd)
 
 
-def _wrap_fill(functional: OpOverload, *, converts: bool = True) -> Callable[..., torch.Tensor]:
-    """An out= form made of the functional one, where PyTorch's own form fails for tensors of our kind.
-
-    That of `linalg.matrix_rank` does not fill `out` for tensor subclasses; that of `matmul` asks C++ whether two
-    tensors share a storage, which only Python knows of ours.
-
-    Args:
-        converts: whether `out` may have another dtype than the result, and gradients are not PyTorch's concern.
-    """
-    name = functional._schema.name.removeprefix("aten::")
+def _wrap_fill(functional: OpOverload) -> Callable[..., torch.Tensor]:
+    """An out= form of `linalg.matrix_rank` made of the functional one: PyTorch's own fills no `out` of a class."""
 
     def fill(*args: object, out: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        if not converts:
-            _refuse_gradients(name, *args, out)
-        result = functional(*args, **kwargs)
-        if not converts and out.dtype is not result.dtype:
-            raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead")
-        return _fill_from(result, out, functional.name())
+        return _fill_from(functional(*args, **kwargs), out, functional.name())
 
     return fill
+
+
+def _matmul_out(self: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """`matmul.out`, which multiplies into the memory of `out`: how a product is rounded depends on its strides.
+
+    Of batches, PyTorch asks C++ whether two tensors share a storage, which only Python knows of ours.
+    """
+    if min(self.dim(), other.dim()) == 0 or max(self.dim(), other.dim()) <= 2:
+        return _MATRIX_PRODUCT_OUT(self, other, out=out)  # type: ignore[no-any-return]
+    _refuse_gradients("matmul", self, other, out)
+    if out.device != self.device:
+        raise mixed_devices_error("aten::matmul", self.device, out.device)
+    if other.dim() <= 2 and _is_folded(self):
+        rows = self.reshape(math.prod(self.shape[:-1]), self.size(-1))
+        maybe_resize_out(out, torch.Size((*self.shape[:-1], *other.shape[1:])))
+        place = out.reshape(len(rows), *other.shape[1:])
+        (aten.mm if other.dim() == 2 else aten.mv).out(rows, other, out=place)
+    else:
+        left = self if self.dim() > 1 else self.unsqueeze(0)
+        right = other if other.dim() > 1 else other.unsqueeze(1)
+        batch = broadcast_two(left.shape[:-2], right.shape[:-2])
+        left, right = (x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (left, right))
+        size = (*batch, *self.shape[-2:-1], *(other.shape[-1:] if other.dim() > 1 else ()))
+        maybe_resize_out(out, torch.Size(size))
+        place = out.reshape(len(left), left.size(1), right.size(2))
+        aten.bmm.out(left, right, out=place)
+    if not (isinstance(place, RemoteTensor) and isinstance(out, RemoteTensor) and root_of(place) is root_of(out)):
+        out.copy_(place.view(out.shape))
+    return out
+
+
+def _is_folded(rows: torch.Tensor) -> bool:
+    """Return whether PyTorch multiplies batches of rows with a matrix as if all rows were one matrix."""
+    strides = rows.stride()
+    outer = zip(strides, strides[1:], rows.shape[1:-1])
+    return rows.numel() == 0 or all(step == inner * count for step, inner, count in outer)
+
+
+_MATRIX_PRODUCT_OUT = functools.partial(aten.matmul.out._op_dk, _COMPOSITE)
 
 
 def _refuse_gradients(name: str, *tensors: object) -> None:
@@ -316,7 +345,7 @@ _COMPOSITES: dict[str, Callable[..., object]] = {
     "linalg_svdvals": _svdvals,
     "linalg_eigvalsh": _eigvalsh,
     "linalg_eigvals": _eigvals,
-    "matmul.out": _wrap_fill(aten.matmul.default, converts=False),
+    "matmul.out": _matmul_out,
     "linalg_matrix_rank.out": _wrap_fill(aten.linalg_matrix_rank.default),
     "linalg_matrix_rank.out_tol_tensor": _wrap_fill(aten.linalg_matrix_rank.tol_tensor),
     "linalg_matrix_rank.atol_rtol_float_out": _wrap_fill(aten.linalg_matrix_rank.atol_rtol_float),

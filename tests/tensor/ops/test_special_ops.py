@@ -70,6 +70,46 @@ def test_the_out_form_of_composites_fills_it(sky1: str) -> None:
     _same(lambda x, out: (torch.linalg.matrix_rank(x, out=out), out), sky1, b, torch.tensor(7))
 
 
+_PRODUCTS = {
+    "matrices": ((5, 10), (10, 5)),
+    "a vector and a matrix": ((10,), (10, 5)),
+    "a matrix and a vector": ((5, 10), (10,)),
+    "rows of a batch": ((3, 5, 10), (10, 6)),
+    "rows of a batch and a vector": ((2, 3, 5, 10), (10,)),
+    "a matrix and a batch": ((4, 10), (3, 10, 6)),
+    "batches": ((2, 1, 5, 10), (3, 10, 5)),
+    "a vector and a batch": ((10,), (3, 10, 5)),
+    "nothing": ((0, 5, 10), (10, 6)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("layout", ["row-major", "turned", "with gaps"])
+@pytest.mark.parametrize("name", _PRODUCTS)
+def test_a_product_is_rounded_as_the_strides_of_its_out_say(name: str, layout: str, sky1: str) -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        a, b = (torch.randn(size, dtype=dtype) for size in _PRODUCTS[name])
+        if layout == "turned" and a.dim() > 1:
+            a = a.mT.contiguous().mT
+        elif layout == "with gaps":
+            a = torch.stack([a, a], -1)[..., 0]
+        size = torch.matmul(a, b).shape
+        for make in (
+            lambda device: torch.ones((*size, 2), dtype=dtype, device=device)[..., 0],  # noqa: B023
+            lambda device: torch.ones((*size[:-1], 2 * size[-1]), dtype=dtype, device=device)[..., ::2],  # noqa: B023
+            lambda device: torch.empty(0, dtype=dtype, device=device),  # noqa: B023
+        ):
+            theirs, ours = make("cpu"), make(sky1)
+            try:
+                torch.matmul(a, b, out=theirs)
+            except RuntimeError:  # into a copy of another shape
+                continue
+            assert torch.matmul(Twins(sky1).of(a), b.to(sky1), out=ours) is ours
+            assert ours.stride() == theirs.stride()
+            assert torch.equal(ours.cpu(), theirs)
+
+
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated")
 @pytest.mark.parametrize("bounds", [(0, 1), (0, 1, 0.3), (5, -1, -2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
