@@ -21,6 +21,8 @@ Sequence = NewType("Sequence", int)
 MAX_NAMES = 1024
 """Batches that a worker keeps for a session under a name; the client lets go of the one it used least lately."""
 
+MAX_HELLO_BYTES = 16 << 10
+"""The most bytes of a `Hello`: who has not been let in yet takes no memory, and many may try at a time."""
 MAX_PACKED_BYTES = 64 << 20
 """The most bytes that one `PackedChunk` may unpack to: a few bytes could name any amount."""
 MAX_ELEMENT_BYTES = 16

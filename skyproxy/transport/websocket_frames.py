@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from skyproxy.errors import ProtocolError
 from skyproxy.protocol import framing
-from skyproxy.protocol.connection import Connection
-from skyproxy.protocol.messages import Message
+from skyproxy.protocol.connection import Connection, State
+from skyproxy.protocol.messages import MAX_HELLO_BYTES, Message
 from skyproxy.transport.base import PayloadSink
-from skyproxy.transport.masking import mask, rotate, unmask
+from skyproxy.transport.masking import load_numpy, mask, rotate, unmask
 
 CONTINUATION, TEXT, BINARY = 0, 1, 2
 CLOSE, PING, PONG = 8, 9, 10
@@ -81,7 +81,7 @@ class MessageReader:
         Args:
             connection: checks what comes in.
             masked: whether the peer must mask, as clients must; else it must not.
-            max_frame_bytes: the largest message that we accept.
+            max_frame_bytes: the largest message that we accept, behind a client's Hello.
             on_control: is told of each control frame, with its opcode and payload.
             received: bytes that came in already.
         """
@@ -89,6 +89,9 @@ class MessageReader:
         self._connection = connection
         self._masked = masked
         self._max_frame_bytes = max_frame_bytes
+        if masked and connection.state is State.NEW:
+            self._max_frame_bytes = min(MAX_HELLO_BYTES, max_frame_bytes)
+        self._max_later_bytes = max_frame_bytes
         self._on_control = on_control
         self._buffer = bytearray(max(_BUFFER_BYTES, len(received)))
         self._view = memoryview(self._buffer)
@@ -125,12 +128,15 @@ class MessageReader:
             elif frame.final and frame.size <= _WHOLE_BYTES and self.sink is None:
                 while self._end - self._start < frame.size:
                     yield from self._fill(frame.size)
-                yield self._whole_message(frame)
-            else:
-                message = yield from self._stream_payload(frame)
-                if message is None:
-                    return
+                message = self._whole_message(frame)
+                self._max_frame_bytes = self._max_later_bytes
                 yield message
+            else:
+                streamed = yield from self._stream_payload(frame)
+                if streamed is None:
+                    return
+                self._max_frame_bytes = self._max_later_bytes
+                yield streamed
 
     def _fill(self, needed: int) -> Steps:
         """Gets at least one more byte into the buffer, which has room for `needed` from its start on."""
@@ -200,12 +206,12 @@ class MessageReader:
     def _stream_payload(self, frame: _Frame) -> Generator[memoryview | Message, int, Message | None]:
         """Reads a message that is large, fragmented, or may go to the sink; None when the peer closed the WebSocket."""
         self._frame, self._left = frame, frame.size
-        header = bytearray(framing.PREFIX_BYTES)
-        if not (yield from self._read(memoryview(header))):
+        prefix = memoryview(bytearray(framing.PREFIX_BYTES))
+        if not (yield from self._read(prefix)):
             return None
-        size = framing.header_size(header, self._max_frame_bytes)
-        header = header + bytearray(size - len(header))
-        if not (yield from self._read(memoryview(header)[framing.PREFIX_BYTES :])):
+        header = _memory(framing.header_size(prefix, self._max_frame_bytes))
+        header[: framing.PREFIX_BYTES] = prefix
+        if not (yield from self._read(header[framing.PREFIX_BYTES :])):
             return None
         head = framing.decode_head(header, self._max_frame_bytes)
         if frame.final and head.frame_bytes != frame.size:
@@ -234,7 +240,7 @@ class MessageReader:
                     name = type(message).__name__
                     raise ProtocolError(f"{name} carries {total:,} bytes, and there is room for {len(target):,}.")
                 return target[:total]
-        return memoryview(bytearray(total))
+        return _memory(total)
 
     def _read(self, target: memoryview) -> Reading:
         """Fills `target` with the message's next bytes, across fragments."""
@@ -281,3 +287,11 @@ class MessageReader:
             else:
                 self._frame, self._left = frame, frame.size
                 return True
+
+
+def _memory(size: int) -> memoryview:
+    """Memory for so many bytes, to be written before it is read. Of much, the system gives what is written only: what a
+    peer announces and does not send takes none.
+    """
+    numpy = load_numpy() if size > _WHOLE_BYTES else None
+    return memoryview(bytearray(size) if numpy is None else numpy.empty(size, numpy.uint8))

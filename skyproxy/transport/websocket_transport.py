@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -76,7 +77,7 @@ class WebSocketTransport(Transport):
             self._connection,
             masked=not self._masks,
             max_frame_bytes=settings.max_frame_bytes,
-            on_control=self._on_control,
+            on_control=partial(_on_control, weakref.ref(self)),
             received=received,
         )
         self._steps = self._reader.steps()
@@ -429,6 +430,15 @@ class WebSocketTransport(Transport):
     @property
     def bytes_received(self) -> int:
         return self._bytes_received
+
+
+def _on_control(transport: weakref.ref[WebSocketTransport], opcode: int, payload: bytes) -> None:
+    """Tell a transport of a control frame: its reader, which knows the way to it, does not keep it alive.
+
+    With it would stay what it was reading when the connection broke, until the collector runs.
+    """
+    if (own := transport()) is not None:
+        own._on_control(opcode, payload)
 
 
 def _reason(error: OSError) -> str:

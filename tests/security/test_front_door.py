@@ -17,10 +17,12 @@ from skyproxy.protocol import framing
 from skyproxy.protocol.messages import Batch, Hello, NamedBatch, Repeat, Sequence
 from skyproxy.settings import Settings
 from skyproxy.transport.base import Transport
+from skyproxy.transport.websocket_frames import frame_header
 from skyproxy_server.global_modes import SessionModes
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.named_batches import NamedBatches
 from skyproxy_server.program_log import OneLineFormatter
+from tests.security.raw_client import RawClient
 
 FRAME = 64 << 20
 TOKEN = "a-token-that-nobody-should-see-anywhere"
@@ -135,6 +137,20 @@ def test_no_path_tells_a_stranger_more_than_life(
     head = f"GET {form.format(path)} HTTP/1.1\r\nHost: x\r\nOrigin: https://elsewhere\r\n\r\n"
     [(status, body)] = answers(listener.port, head.encode())
     assert (status, body) in {(b"401", b"wrong token\n"), (b"400", b"malformed request\n")}
+
+
+@pytest.mark.parametrize("size", [100_000, FRAME - 7])
+def test_a_greeting_is_short_or_refused_in_words(
+    size: int, listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = RawClient(listener.port, TOKEN)
+    client._socket.sendall(frame_header(2, size + 7, bytes(4)) + framing.PREFIX.pack(Hello.code, size))
+    while not client.is_over and client.listen(10):
+        pass
+    assert client.goodbye == "protocol"
+    listener.close()  # it has told its log by then
+    assert "the limit is 16,384" in caplog.text
+    assert "internal error" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,14 +34,22 @@ def worker_connection(kind: str = OPERATIONS) -> Connection:
 class Wire:
     """Feeds a reader and collects what it makes of it."""
 
-    def __init__(self, kind: str = OPERATIONS, sink: PayloadSink | None = None, masked: bool = True) -> None:
+    def __init__(
+        self,
+        kind: str = OPERATIONS,
+        sink: PayloadSink | None = None,
+        masked: bool = True,
+        limit: int = LIMIT,
+        connection: Connection | None = None,
+    ) -> None:
         self.controls: list[tuple[int, bytes]] = []
         self.messages: list[Message] = []
         self.closed = False
+        self.connection = connection or worker_connection(kind)
         reader = ws.MessageReader(
-            worker_connection(kind),
+            self.connection,
             masked=masked,
-            max_frame_bytes=LIMIT,
+            max_frame_bytes=limit,
             on_control=lambda opcode, payload: self.controls.append((opcode, payload)),
         )
         reader.sink = sink
@@ -161,6 +172,34 @@ def test_the_sink_is_asked_for_small_payloads_too_and_may_decline() -> None:
 def test_several_buffers_of_a_large_message() -> None:
     message = Batch(Sequence(1), [1], (bytes(50_000), b"x" * 30_000, b""))
     assert Wire().feed(frame(body(message))).messages == [message]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell what is resident")
+@pytest.mark.parametrize("part", ["header", "payload"])
+def test_what_is_announced_and_does_not_come_takes_no_memory(part: str) -> None:
+    limit, large = 64 << 20, 60 << 20  # more than the allocator keeps for itself
+    head = b"" if part == "header" else msgpack.packb([1, [], [large]])
+    start = framing.PREFIX.pack(Batch.code, len(head) or large) + head
+    before = resident_bytes()
+    wires = [Wire(limit=limit).feed(ws.frame_header(ws.BINARY, len(start) + large, bytes(4)) + start) for _ in range(4)]
+    assert resident_bytes() - before < large
+    assert not any(wire.closed for wire in wires)
+
+
+def test_a_hello_has_little_room_and_what_follows_has_more() -> None:
+    hello = body(Hello([1], OPERATIONS, "", {"skyproxy": "x" * ws.MAX_HELLO_BYTES}))
+    for pieces in ([frame(hello)], fragments(hello, 10, 5000)):
+        with pytest.raises(ProtocolError, match="the limit is 16,384"):
+            Wire(connection=Connection(WORKER)).feed(b"".join(pieces))
+    wire = Wire(connection=Connection(WORKER))
+    wire.feed(frame(body(Hello([1], OPERATIONS, "", {}))))
+    wire.connection.on_send(Welcome(1, "s", {}, [], {}))
+    wire.feed(frame(body(batch(1, ws.MAX_HELLO_BYTES))))
+    assert [type(message) for message in wire.messages] == [Hello, Batch]
 
 
 def test_a_close_frame_ends_the_reading() -> None:

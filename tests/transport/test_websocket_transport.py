@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import socket
@@ -20,6 +21,7 @@ from skyproxy.protocol import framing
 from skyproxy.protocol.messages import (
     BULK,
     CLIENT,
+    WORKER,
     Ack,
     Batch,
     Chunk,
@@ -294,6 +296,23 @@ def test_a_broken_connection_keeps_nothing_of_its_senders_alive(make_pair, tls: 
     assert send()() is None
     with pytest.raises(SessionLostError, match="The worker is gone"):
         client.send(Batch(Sequence(1), []))
+
+
+def test_what_was_being_read_goes_with_its_transport() -> None:
+    ours, theirs = socket.socketpair()
+    worker = WebSocketTransport(PlainStream(ours), WORKER, Settings(close_timeout_seconds=0.2))
+    theirs.sendall(ws.frame_header(ws.BINARY, 1000, bytes(4)) + framing.PREFIX.pack(Hello.code, 993))
+    theirs.close()
+    with pytest.raises(SessionLostError):
+        worker.recv(5)
+    worker.close()
+    left = weakref.ref(worker)
+    gc.disable()
+    try:
+        del worker
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_killed_peer_is_noticed_at_once() -> None:
