@@ -35,6 +35,7 @@ from skyproxy.transport.packing import ChunkWriter, unpack
 from skyproxy_server.blobs import UploadStore
 from skyproxy_server.cuda_staging import Staging
 from skyproxy_server.incoming_transfer import IncomingTransfer, TransferCancelledError
+from skyproxy_server.outgoing_transfer import OutgoingTransfer
 
 _MOST_CHALLENGES = 65_536
 _MOST_UNANNOUNCED = 65_536
@@ -47,33 +48,6 @@ _TOLD_EVERY_BYTES = 4 << 20
 """The bytes after which a client that keeps what the worker may not have is told of an upload's progress."""
 
 
-class OutgoingTransfer:
-    """Bytes that go to the client, in pieces.
-
-    Attributes:
-        offset: where to begin; the client has what is before it.
-        begun: whether a piece has left.
-    """
-
-    begun = False
-
-    def __init__(self, number: int, tensor: torch.Tensor) -> None:
-        self.number = number
-        self.tensor = tensor
-        self.offset = 0
-        self._done = threading.Event()
-
-    def finished(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Waits until the tensor may change again."""
-        self._done.wait()
-
-    def end(self) -> None:
-        self._done.set()
-
-
 class Transfers:
     """All transfers of a session. The executor announces them; the bulk connection's two threads move them.
 
@@ -84,6 +58,7 @@ class Transfers:
         on_device_failure: called where a device does not give its values, by whichever thread notices.
         on_load: called so with what the client says of itself unasked.
         has_left: tells whether the client is gone for good, so that nothing comes any more.
+        on_deserted: called where it is, and something is still being sent to it.
     """
 
     lasting = False
@@ -132,6 +107,7 @@ class Transfers:
         self.on_cancel_operations: Callable[[int], object] = lambda number: None
         self.on_device_failure: Callable[[RuntimeError], object] = lambda error: None
         self.has_left: Callable[[], bool] = lambda: False
+        self.on_deserted: Callable[[], object] = lambda: None
         self.on_load: Callable[[dict[str, int]], object] = lambda load: None
 
     def arrival(self, number: int, byte_count: int) -> IncomingTransfer:
@@ -163,7 +139,7 @@ class Transfers:
     def depart(self, number: int, tensor: torch.Tensor) -> OutgoingTransfer:
         """Starts to send the bytes of a dense tensor."""
         self._staging.leave(tensor)
-        departure = OutgoingTransfer(number, tensor)
+        departure = OutgoingTransfer(number, tensor, self._is_deserted)
         with self._lock:
             if self._ended:
                 departure.end()
@@ -172,6 +148,12 @@ class Transfers:
             if not self._is_detached:
                 self._departures.put(departure)
         return departure
+
+    def _is_deserted(self) -> bool:
+        if not self.has_left():
+            return False
+        self.on_deserted()
+        return True
 
     def _arrival_of_chunk(self, chunk: Chunk | PackedChunk) -> IncomingTransfer:
         arrival = self._arrival_of_size(chunk.transfer, chunk.total_bytes)
@@ -440,7 +422,8 @@ class Transfers:
         writer = ChunkWriter(transport)
         while (departure := departures.get()) is not None:
             try:
-                self._send_one(transport, writer, departure)
+                with departure.reading():
+                    self._send_one(transport, writer, departure)
             except SessionLostError:
                 if self.lasting:
                     return  # the client asks for it again
@@ -452,7 +435,9 @@ class Transfers:
     def _send_one(self, transport: Transport, writer: ChunkWriter, departure: OutgoingTransfer) -> None:
         tensor, offset = departure.tensor, 0
         try:
-            for piece in self._staging.pieces(tensor):
+            for piece in () if departure.is_over else self._staging.pieces(tensor):
+                if departure.is_over:
+                    break
                 if offset >= departure.offset:
                     writer.send(departure.number, offset, tensor.nbytes, piece, tensor.element_size())
                     departure.begun = True

@@ -95,7 +95,7 @@ class WorkerSession:
             most_blob_bytes=self.client.bounds.blob_bytes,
         )
         self._transfers.lasting = self.lasting is not None
-        self._transfers.has_left = self.has_left
+        self._transfers.has_left, self._transfers.on_deserted = self.has_left, self._cut_bulk
         self._executor = Executor(devices, transport.send, self._transfers, settings)
         self._executor.state.identity, self._executor.state.calls = self.identity, calls
         self._executor.make_room = lambda: make_room(self)
@@ -143,9 +143,9 @@ class WorkerSession:
     @property
     def heard(self) -> int | None:
         """The bytes that have come from its client; None where that may not come back, or has no connection now."""
-        if self.lasting is None or not self.lasting.secret or self.is_detached or self._bulk is None:
+        if self.lasting is None or not self.lasting.secret or self.is_detached:
             return None
-        return self._transport.bytes_received + self._bulk.bytes_received
+        return self._transport.bytes_received + (0 if self._bulk is None else self._bulk.bytes_received)
 
     def ask(self) -> None:
         """Have the client's side of the connections answer, if it is there."""
@@ -157,9 +157,12 @@ class WorkerSession:
         """Cut the connections of a client that says nothing: its session waits for it as for any other."""
         if self.lasting is None:
             return
+        self._cut_bulk()
+        self.lasting.give_up_link()
+
+    def _cut_bulk(self) -> None:
         if self._bulk is not None:
             self._bulk.cut()
-        self.lasting.give_up_link()
 
     def has_left(self) -> bool:
         """Return whether its client is gone and cannot come back, which who executes does not see."""

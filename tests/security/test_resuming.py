@@ -10,9 +10,11 @@ import pytest
 import torch  # noqa: F401 - the device is registered with it
 
 from skyproxy.errors import ConnectError
-from skyproxy.protocol.messages import BULK, OPERATIONS, Hello, Welcome
+from skyproxy.protocol import commands
+from skyproxy.protocol.messages import BULK, OPERATIONS, Batch, Hello, Sequence, Welcome
 from skyproxy.settings import Settings
 from skyproxy.transport.websocket import WebSocketTransport, connect_websocket
+from skyproxy_server import incoming_transfer, outgoing_transfer
 from skyproxy_server.listener import Listener, serve
 from skyproxy_server.tokens import Tokens
 from skyproxy_server.worker_host import WorkerHost
@@ -160,3 +162,33 @@ def test_a_revoked_token_ends_the_sessions_that_wait_for_its_client(
     # Far sooner than after the 600 seconds for which they are kept.
     wait_for(lambda: welcome.session not in host._sessions, "the session of the revoked token ends")
     take_up(listener, kept.session, kept.secret, MALLORY)[0].close()
+
+
+FLOATS = ["float32", [4], [1], 0]
+UPLOAD = [commands.UPLOAD, 1, FLOATS, ["cpu", None]]
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        [commands.RECEIVE, 1, FLOATS, ["cpu", None], 1, commands.CALL, 1, "synchronize", []],
+        [*UPLOAD, commands.FETCH, 1, 1, 1, commands.CALL, 2, "synchronize", []],
+    ],
+    ids=["upload", "download"],
+)
+def test_a_session_whose_bulk_connection_never_came_ends_with_its_client(
+    stream: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (incoming_transfer, outgoing_transfer):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+    settings = Settings(close_timeout_seconds=0.3, client_silence_seconds=0.2, session_grace_seconds=0.2)
+    host = WorkerHost([{"type": "cpu", "index": 0, "name": "cpu"}], settings)
+    listener = serve("127.0.0.1", 0, ALICE, host, settings=settings)
+    try:
+        link, _ = open_session(listener)
+        link.send(Batch(Sequence(1), stream, (bytes(16),) if stream[0] == commands.UPLOAD else ()))
+        wait_for(lambda: any(row["state"] == "running" for row in host.session_rows()), "the batch waits")
+        link.cut()
+        wait_for(lambda: not host.session_rows(), "the session is over")
+    finally:
+        listener.close()
