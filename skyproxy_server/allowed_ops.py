@@ -1,12 +1,14 @@
 """The operators that clients may name: those of `allowed_ops.txt`, one by one, and those that a worker's owner adds.
 
 The list is written by `tests/security/list_allowed_ops.py`, where each operator that was left out has its reason.
-Names that the installed torch does not have are unknown to the worker, and nothing else.
+Names that neither the installed torch nor a library of their namespace has are unknown to the worker, and nothing else.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -17,9 +19,10 @@ from skyproxy.torch_codec import FORBIDDEN_OPS
 ALLOWED = frozenset(Path(__file__).with_name("allowed_ops.txt").read_text(encoding="ascii").split())
 """Names with their overloads: "aten::add.Tensor", "aten::relu"."""
 WITH_FUNCTIONS = ("torchvision", "quantized")
-"""Namespaces that are open where clients may run code of their own anyway, if what defines them is loaded."""
+"""Namespaces that are open where clients may run code of their own anyway; their first operator loads the library."""
 _NEVER = ("aten", "prim", "prims", "profiler", "inductor", "c10d", "_c10d_functional", "symm_mem")
 """Namespaces that nobody can open as a whole: some of their operators take addresses, files or processes."""
+_OF_PYTORCH = (*_NEVER, "quantized")
 _opened: set[str] = set()
 
 
@@ -53,19 +56,58 @@ def is_allowed(name: str) -> bool:
 def find_overload(name: str) -> torch._ops.OpOverload:
     """The overload that `name` ("aten::add.Tensor") stands for.
 
+    The first operator of a library, which its owner or functions have opened, loads the package that is called like
+    the operator's namespace: clients import it on their side only.
+
     Raises:
         UnsupportedOpError: it is not on the list, or unknown here.
     """
     if type(name) is not str or not is_allowed(name):
         raise UnsupportedOpError(f"{name!s:.100} is not on the worker's list of allowed operations.")
-    namespace, _, rest = name.partition("::")
-    packet_name, _, overload_name = rest.partition(".")
-    try:
-        overload = getattr(getattr(getattr(torch.ops, namespace), packet_name), overload_name or "default")
-    except AttributeError:
-        raise UnsupportedOpError(
-            f"{name} is unknown to the worker's torch {torch.__version__}. Use the same torch version on both sides."
-        ) from None
+    overload = _known_overload(name)
+    if overload is None:
+        _load_library(name)
+        overload = _known_overload(name)
+    if overload is None:
+        raise UnsupportedOpError(_what_is_missing(name))
     if not isinstance(overload, torch._ops.OpOverload):
         raise UnsupportedOpError(f"{name} is not an operator overload.")
     return overload
+
+
+def _known_overload(name: str) -> object:
+    namespace, _, rest = name.partition("::")
+    packet_name, _, overload_name = rest.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet_name), overload_name or "default")
+    except AttributeError:
+        return None
+
+
+def _load_library(name: str) -> None:
+    library = name.partition("::")[0]
+    if not _is_package(library):
+        return
+    try:
+        importlib.import_module(library)
+    except Exception as error:
+        raise UnsupportedOpError(
+            f"{name}: the worker cannot import {library} ({type(error).__name__}: {error!s:.300}). Install a version "
+            f"there that fits its torch {torch.__version__}, or move the tensors first: x.cpu()"
+        ) from error
+
+
+def _what_is_missing(name: str) -> str:
+    library = name.partition("::")[0]
+    if library in _OF_PYTORCH:
+        return f"{name} is unknown to the worker's torch {torch.__version__}. Use the same torch version on both sides."
+    if _is_package(library):
+        return f"{name} is unknown to the worker's {library}. Use the same version of {library} on both sides."
+    return (
+        f"{name}: the worker has no package {library}, which defines this operator. Install it there (pip install "
+        f"{library}), or move the tensors first: x.cpu()"
+    )
+
+
+def _is_package(library: str) -> bool:
+    return library.isidentifier() and library not in _OF_PYTORCH and find_spec(library) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from skyproxy.errors import UnsupportedOpError
+from skyproxy.tensor.dispatch import inference
 from tests.integrations.vision import import_timm
 
 try:
@@ -87,3 +90,12 @@ def test_images_of_a_batch_are_mixed(mix: str, sky1: str) -> None:
         return getattr(v2, mix)(num_classes=5)(images.to(device), torch.arange(4).to(device))
 
     assert_same(run(sky1), run("cpu"))
+
+
+def test_no_fake_kernel_is_asked_how_many_boxes_remain(sky1: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    boxes, scores = torch.rand(5, 4, device=sky1), torch.rand(5, device=sky1)
+    monkeypatch.setattr(inference, "_infer_by_fake", asked.append)
+    with contextlib.suppress(UnsupportedOpError, NotImplementedError):  # the worker of a test may lack torchvision
+        torch.ops.torchvision.nms(boxes, scores, 0.5)
+    assert asked == []
