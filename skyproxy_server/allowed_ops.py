@@ -18,8 +18,9 @@ from skyproxy.torch_codec import FORBIDDEN_OPS
 
 ALLOWED = frozenset(Path(__file__).with_name("allowed_ops.txt").read_text(encoding="ascii").split())
 """Names with their overloads: "aten::add.Tensor", "aten::relu"."""
-WITH_FUNCTIONS = ("torchvision", "quantized")
-"""Namespaces that are open where clients may run code of their own anyway; their first operator loads the library."""
+_ANY_LIBRARY = "*"
+WITH_FUNCTIONS = ("quantized", _ANY_LIBRARY)
+"""Namespaces that are open where clients may run code of their own anyway: one of PyTorch's, and those of libraries."""
 _NEVER = ("aten", "prim", "prims", "profiler", "inductor", "c10d", "_c10d_functional", "symm_mem")
 """Namespaces that nobody can open as a whole: some of their operators take addresses, files or processes."""
 _OF_PYTORCH = (*_NEVER, "quantized")
@@ -49,8 +50,12 @@ def is_allowed(name: str) -> bool:
     """Return whether clients may name the operator, whether this torch has it or not."""
     if name in ALLOWED:
         return True
-    packet = name.partition(".")[0]
-    return packet not in FORBIDDEN_OPS and not _opened.isdisjoint((name, packet, name.partition("::")[0]))
+    packet, namespace = name.partition(".")[0], name.partition("::")[0]
+    if packet in FORBIDDEN_OPS:
+        return False
+    return not _opened.isdisjoint((name, packet, namespace)) or (
+        _ANY_LIBRARY in _opened and namespace not in _OF_PYTORCH
+    )
 
 
 def find_overload(name: str) -> torch._ops.OpOverload:
@@ -69,7 +74,7 @@ def find_overload(name: str) -> torch._ops.OpOverload:
         _load_library(name)
         overload = _known_overload(name)
     if overload is None:
-        raise UnsupportedOpError(_what_is_missing(name))
+        raise UnsupportedOpError(_missing_text(name))
     if not isinstance(overload, torch._ops.OpOverload):
         raise UnsupportedOpError(f"{name} is not an operator overload.")
     return overload
@@ -97,7 +102,7 @@ def _load_library(name: str) -> None:
         ) from error
 
 
-def _what_is_missing(name: str) -> str:
+def _missing_text(name: str) -> str:
     library = name.partition("::")[0]
     if library in _OF_PYTORCH:
         return f"{name} is unknown to the worker's torch {torch.__version__}. Use the same torch version on both sides."
@@ -105,7 +110,7 @@ def _what_is_missing(name: str) -> str:
         return f"{name} is unknown to the worker's {library}. Use the same version of {library} on both sides."
     return (
         f"{name}: the worker has no package {library}, which defines this operator. Install it there (pip install "
-        f"{library}), or move the tensors first: x.cpu()"
+        f"{library}) and connect anew, or move the tensors first: x.cpu()"
     )
 
 

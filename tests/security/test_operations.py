@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,36 +101,6 @@ def test_an_owner_opens_operators_by_name_and_no_namespace_of_pytorch(monkeypatc
             allowed_ops.open_ops([name])
     allowed_ops.open_ops(["aten::from_file"])
     assert not allowed_ops.is_allowed("aten::from_file")
-
-
-LIBRARY = """
-import torch
-if {fails}:
-    raise RuntimeError("made for another torch")
-library = torch.library.Library("{name}", "DEF")
-library.define("twice(Tensor x) -> Tensor")
-library.impl("twice", lambda x: 2 * x, "CPU")
-"""
-
-
-def test_the_first_operator_of_an_open_library_imports_its_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("skyproxy_test_lib", "skyproxy_test_broken", "skyproxy_test_closed"):
-        (tmp_path / f"{name}.py").write_text(LIBRARY.format(name=name, fails=name.endswith("broken")))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(allowed_ops, "_opened", set())
-    allowed_ops.open_ops(["skyproxy_test_lib", "skyproxy_test_broken::twice", "skyproxy_test_absent"])
-    assert allowed_ops.find_overload("skyproxy_test_lib::twice")(torch.ones(1)).item() == 2
-    for name, words in {
-        "skyproxy_test_lib::thrice": "Use the same version of skyproxy_test_lib on both sides",
-        "skyproxy_test_broken::twice": r"cannot import skyproxy_test_broken \(RuntimeError: made for another torch\)",
-        "skyproxy_test_absent::twice": "has no package skyproxy_test_absent.*pip install",
-        "skyproxy_test_closed::twice": "not on the worker's list",
-    }.items():
-        with pytest.raises(UnsupportedOpError, match=words):
-            allowed_ops.find_overload(name)
-    assert "skyproxy_test_closed" not in sys.modules
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -55,12 +55,11 @@ def _refuse(key: tuple[object, ...]) -> None:
 
 _ANSWERS_DEPEND_ON_VALUES = frozenset(
     {
-        *("aten::is_set_to", "aten::_nested_tensor_from_mask_left_aligned"),
+        *("aten::is_set_to", "aten::_nested_tensor_from_mask_left_aligned", "torchvision::nms"),
         *("aten::nonzero", "aten::masked_select", "aten::bincount", "aten::allclose"),
         *("aten::_unique", "aten::_unique2", "aten::unique_dim"),
         *("aten::unique_consecutive", "aten::unique_dim_consecutive"),
         *("aten::_to_sparse_csr", "aten::_to_sparse_csc", "aten::_to_sparse_bsr", "aten::_to_sparse_bsc"),
-        "torchvision::nms",  # its fake kernel warns, too, from torch 2.14 on
     }
 )
 """Ops whose answers, also those into `out=`, would be guessed wrong: fake tensors know nothing of values, nor of shared

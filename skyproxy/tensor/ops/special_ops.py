@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -84,13 +85,19 @@ def _run_here(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: 
     return func._op_dk(_COMPOSITE_EXPLICIT, *args, **kwargs)
 
 
+_of_libraries: dict[OpOverload, OpOverload] = {}
+
+
 @implements("foreign")
 def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """A custom op that no worker knows: one written in terms of PyTorch's ops is run here, and they are recorded.
+    """A custom op: one written in terms of PyTorch's ops is run here, and they are recorded.
 
     A kernel that was registered for the device (`register_kernel("sky")`) goes before one for all, as on every device.
+    Of those with kernels for certain devices only, workers know the ones of libraries: they import the package that is
+    called like the operator's namespace, if they have it.
     """
-    of_groups = "c10d" in info.name.partition("::")[0]  # PyTorch has kernels of its own for every device, and no group
+    library = info.name.partition("::")[0]
+    of_groups = "c10d" in library  # PyTorch has kernels of its own for every device, and no group
     if not of_groups and has_kernel(info.name, "PrivateUse1"):
         return func._op_dk(_DEVICE_KERNEL, *args, **kwargs)
     if has_kernel(info.name, "CompositeExplicitAutograd"):
@@ -103,6 +110,8 @@ def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: d
             "pool, whose workers have a group of their own: skyproxy.Compute(nodes=...) with "
             "skyproxy.plugins.torch(). Or communicate a copy: x.cpu()"
         )
+    if library in sys.modules:
+        return dispatch_remote(None, _of_libraries.setdefault(func, plain_op(func)), (), args, kwargs)
     raise UnsupportedOpError(
         f"{info.name} is a custom op with kernels for certain devices only; workers do not have it. Give it a kernel "
         'written in PyTorch ops (torch.library.custom_op without device_types, or with device_types="sky"), or move '
