@@ -110,7 +110,8 @@ class StalledOperations:
         waits = is_idle and unacked_bytes > 0 and state == self._before
         self._before = state
         self._count = self._count + 1 if waits else 0
-        if self._count < _STALLED_ANSWERS * (1 + unacked_bytes // _SMALL_BYTES):
+        on_its_way_bytes = min(unacked_bytes, _MOST_ON_ITS_WAY_BYTES)
+        if self._count < _STALLED_ANSWERS * (1 + on_its_way_bytes // _SMALL_BYTES):
             return False
         self._count = 0
         return True

@@ -73,7 +73,7 @@ def test_however_much_was_sent_is_not_waited_for_without_an_end() -> None:
 
 def test_operations_that_an_idle_worker_does_not_execute_are_stalled_however_much_they_are() -> None:
     """What is much may still be on its way, and has more time; it is not waited for without an end."""
-    for unacked_bytes, heartbeats in ((1, 4), (60_000, 4), (70_000, 7), (1 << 20, 52)):
+    for unacked_bytes, heartbeats in ((1, 4), (60_000, 4), (70_000, 7), (1 << 20, 52), (1 << 32, 772)):
         stalled = StalledOperations()
         answers = [stalled.is_stalled(True, 7, unacked_bytes, 100) for _ in range(heartbeats)]
         assert answers == [*[False] * (heartbeats - 1), True]
