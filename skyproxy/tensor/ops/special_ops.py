@@ -47,6 +47,7 @@ _COMPOSITE_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 _VIEWS_AND_CHANGES = DispatchKey.ADInplaceOrView
 _ExclusionOf = SetExcludedKey
 _in_inference_mode = torch.is_inference_mode_enabled
+_plain = functools.cache(plain_op)
 
 
 @implements("composite")
@@ -85,16 +86,12 @@ def _run_here(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: 
     return func._op_dk(_COMPOSITE_EXPLICIT, *args, **kwargs)
 
 
-_of_libraries: dict[OpOverload, OpOverload] = {}
-
-
 @implements("foreign")
 def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """A custom op: one written in terms of PyTorch's ops is run here, and they are recorded.
 
     A kernel that was registered for the device (`register_kernel("sky")`) goes before one for all, as on every device.
-    Of those with kernels for certain devices only, workers know the ones of libraries: they import the package that is
-    called like the operator's namespace, if they have it.
+    Of kernels for certain devices only, workers have those of libraries: they import what is called like the namespace.
     """
     library = info.name.partition("::")[0]
     of_groups = "c10d" in library  # PyTorch has kernels of its own for every device, and no group
@@ -111,7 +108,7 @@ def _foreign(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: d
             "skyproxy.plugins.torch(). Or communicate a copy: x.cpu()"
         )
     if library in sys.modules:
-        return dispatch_remote(None, _of_libraries.setdefault(func, plain_op(func)), (), args, kwargs)
+        return dispatch_remote(None, _plain(func), (), args, kwargs)
     raise UnsupportedOpError(
         f"{info.name} is a custom op with kernels for certain devices only; workers do not have it. Give it a kernel "
         'written in PyTorch ops (torch.library.custom_op without device_types, or with device_types="sky"), or move '

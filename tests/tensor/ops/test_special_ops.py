@@ -232,39 +232,6 @@ def test_traced_programs_compute_the_same(sky1: str) -> None:
     torch.testing.assert_close(graph(y).cpu(), (y.cpu().tanh() * 2).sum())
 
 
-def test_an_op_that_workers_refuse_leaves_the_session_usable(sky1: str) -> None:
-    x = torch.ones(2, device=sky1)
-    with pytest.raises(UnsupportedOpError, match="Move the tensor first"):
-        torch.from_file("/etc/hostname", size=1, dtype=torch.uint8, device=sky1)
-    library = torch.library.Library("skyproxy_tests_foreign", "FRAGMENT")
-    library.define("only_on_cuda(Tensor x) -> Tensor")
-    with pytest.raises(UnsupportedOpError, match="custom op"):
-        torch.ops.skyproxy_tests_foreign.only_on_cuda(x)
-    assert (x + 1).tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("for_all", [False, True])
-def test_a_custom_op_runs_the_kernel_that_was_registered_for_the_device(sky1: str, for_all: bool) -> None:
-    name = f"skyproxy_tests_foreign::doubled_{for_all}"
-
-    @torch.library.custom_op(name, mutates_args=(), device_types=None if for_all else "cpu")
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @doubled.register_kernel("sky")
-    def _(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 + 1
-
-    doubled.register_autograd(lambda ctx, gradient: gradient * 3)
-    x = torch.ones(3, device=sky1, requires_grad=True)
-    result = doubled(x)
-    result.sum().backward()
-    assert (result.tolist(), result.device.type) == ([3.0] * 3, "sky")
-    assert x.grad is not None
-    assert x.grad.tolist() == [3.0] * 3
-    assert doubled(torch.ones(3)).tolist() == [2.0] * 3
-
-
 def test_a_change_by_an_op_that_workers_refuse_is_told_to_whoever_reads(sky1: str) -> None:
     for change in (
         lambda x, y: torch.ops.aten._add_relu_.Scalar(x, 2),
