@@ -234,7 +234,8 @@ def install() -> None:
     for name in ("transformers.masking_utils", "transformers.generation.utils"):
         when_imported(name, _complete_with("skyproxy.integrations.attention_masks"))
     when_imported("transformers.integrations.hub_kernels", _complete_with("skyproxy.integrations.layers"))
-    when_imported("transformers.modeling_utils", _complete_with("skyproxy.integrations.attention"))
+    for name in ("attention", "padding"):
+        when_imported("transformers.modeling_utils", _complete_with(f"skyproxy.integrations.{name}"))
 
 
 def uninstall() -> list[str]:

@@ -2,7 +2,8 @@
 
 Before every forward transformers asks whether a mask hides anything: if not, attention needs none. A small mask that
 was just uploaded answers by itself. In `generate` the masks of the tokens are the first one with ones behind it, so the
-answer to the first is the answer to all. It is kept with the mask's storage, until something writes to that.
+answer to the first is the answer to all. It is kept with the mask's storage, until something writes to that. The mask
+of a token that sees all before it is made at once, without comparing positions.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from skyproxy import patching
 from skyproxy.patching import When
 from skyproxy.tensor.core.host_copies import sized_by, values_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.core.torch_private import has_modes_or_transforms
 from skyproxy.tensor.torch_api import dynamo
 
 _CAUSAL = ["padding_mask", "q_length", "kv_length", "q_offset", "kv_offset", "local_attention_size"]
@@ -27,6 +29,11 @@ _UPDATED = ["self", "outputs", "model_kwargs"]
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _WHY = "`generate` asks once whether a mask hides anything, in place of one round trip a token"
 _TEST = "tests/integrations/test_attention_masks.py::test_a_mask_is_asked_for_once"
+_MADE = ["batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask"]
+_WHY_MADE = (
+    "the mask of a token that sees all before it is made by one operation, in place of two dozen that compare positions"
+)
+_TEST_MADE = "tests/integrations/test_attention_masks.py::test_the_mask_of_one_token_takes_few_operations"
 _ORIGIN = "the mask that this one was made of"
 dynamo.trace_through(__file__)
 
@@ -156,6 +163,40 @@ def _ignore_bidirectional(plain: Callable[..., bool], is_traced: Callable[[objec
     return ignore
 
 
+def _make_causal(plain: Callable[..., object], causal: object) -> Callable[..., object]:
+    @wraps(plain)
+    def make(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: object = causal,
+        attention_mask: torch.Tensor | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        device = kwargs.get("device")
+        sees_all = (
+            not torch.compiler.is_compiling()
+            and mask_function is causal
+            and attention_mask is None
+            and q_length == 1
+            and {type(kv_length), type(q_offset), type(kv_offset)} == {int}
+            and kv_offset + kv_length <= q_offset + 1
+            and not (args or kwargs.get("use_vmap") or kwargs.get("allow_is_bidirectional_skip"))
+            and kwargs.get("allow_is_causal_skip") is False
+            and not has_modes_or_transforms()
+        )
+        if sees_all and type(device) is torch.device and device.type == "sky":  # as what comparisons make would lie
+            mask = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
+            return mask.expand(batch_size, -1, 1, kv_length)
+        given = batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
+        return plain(*given, *args, **kwargs)
+
+    return make
+
+
 def install(module: Any) -> None:
     """Complete `transformers.masking_utils`, which asks, or `transformers.generation.utils`, whose masks grow by ones.
 
@@ -170,12 +211,23 @@ def install(module: Any) -> None:
         _wrap(module, "_ignore_causal_mask_sdpa", _CAUSAL, partial(_ignore_causal, is_traced=is_traced))
         bidirectional = partial(_ignore_bidirectional, is_traced=is_traced)
         _wrap(module, "_ignore_bidirectional_mask_sdpa", _BIDIRECTIONAL, bidirectional)
+        causal = getattr(module, "causal_mask_function", None)
+        if causal is not None:
+            make = partial(_make_causal, causal=causal)
+            _wrap(module, "sdpa_mask", _MADE, make, why=_WHY_MADE, test=_TEST_MADE)
 
 
-def _wrap(owner: object, name: str, parameters: list[str], make: Callable[..., object]) -> None:
+def _wrap(
+    owner: object,
+    name: str,
+    parameters: list[str],
+    make: Callable[..., object],
+    why: str = _WHY,
+    test: str = _TEST,
+) -> None:
     function = vars(owner).get(name)
     if function is not None and list(inspect.signature(function).parameters)[: len(parameters)] == parameters:
-        patching.wrap(owner, name, make, why=_WHY, test=_TEST, when=When.TRANSFORMERS)
+        patching.wrap(owner, name, make, why=why, test=test, when=When.TRANSFORMERS)
 
 
 __all__ = ["install"]

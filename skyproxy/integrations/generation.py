@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +25,27 @@ from skyproxy import patching
 from skyproxy.patching import When
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.generators import KeptRandomState
-from skyproxy.tensor.ops.async_values import PendingScalar, PendingTensor
+from skyproxy.tensor.ops.async_values import PendingTensor
 
 _MOST_STEPS_AHEAD = 64
 _OF_RECENT_STEPS = 0.25
 """The share of the last step in the estimate of a step's time."""
 _global_hooks = torch.nn.modules.module.__dict__.get
+
+
+@dataclass(slots=True)
+class _Question:
+    """A question of a forward that is answered with the news of its step.
+
+    Attributes:
+        name: which it is.
+        answer: a truth value on the device.
+        tell: called where it is true.
+    """
+
+    name: str
+    answer: torch.Tensor
+    tell: Callable[[], object]
 
 
 @dataclass(slots=True)
@@ -41,11 +56,17 @@ class _Call:
         draws: whether its steps draw random numbers.
         positions: how many positions the model has; behind them a step may fail. None if nobody knows.
         undone: how many steps were too many; known when it ends.
+        is_late: whether its steps' news are read late.
+        question: what the forward of this step asked: a truth value on the device, and what to do where it is true.
+        answered: names of questions that were true once, and are asked no more.
     """
 
     draws: bool
     positions: int | None
     undone: int = 0
+    is_late: bool = False
+    question: _Question | None = None
+    answered: set[str] = field(default_factory=set)
 
 
 _current: ContextVar[_Call | None] = ContextVar("skyproxy_generation", default=None)
@@ -56,12 +77,14 @@ class _Step:
     """A token whose news are on their way.
 
     Attributes:
-        ended: whether all sequences have ended with it.
+        ended: whether all sequences have ended with it, and behind that the answer to its question, if it had one.
+        question: what its forward asked.
         tokens: the tokens, if somebody wants to see them.
         random: the state of the generator behind it.
     """
 
-    ended: PendingScalar
+    ended: PendingTensor
+    question: _Question | None
     tokens: PendingTensor | None
     random: KeptRandomState | None
 
@@ -86,6 +109,7 @@ class _LateStopCheck:
     ) -> None:
         call = _current.get()
         assert call is not None
+        call.is_late = True
         self._device = DEVICES.of(input_ids.device)
         self._max_length = max_length
         self._cache = cache if cache_is_returned else None
@@ -98,9 +122,12 @@ class _LateStopCheck:
 
     def __call__(self, unfinished_sequences: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
         """Return whether to stop; called after every token."""
+        ended, question = unfinished_sequences.max() == 0, self._call.question
+        self._call.question = None
         self._steps.append(
             _Step(
-                PendingScalar(unfinished_sequences.max() == 0),
+                PendingTensor(ended if question is None else torch.stack([ended, question.answer])),
+                question,
                 PendingTensor(tokens) if self._streamer is not None else None,
                 KeptRandomState(self._device) if self._call.draws else None,
             )
@@ -128,7 +155,10 @@ class _LateStopCheck:
 
     def _take_news(self) -> None:
         step = self._steps.popleft()
-        ended = bool(step.ended.result())
+        ended, *answers = step.ended.result().view(-1).tolist()
+        if step.question is not None and answers == [True] and step.question.name not in self._call.answered:
+            self._call.answered.add(step.question.name)
+            step.question.tell()
         if step.tokens is not None:
             self._streamer.put(step.tokens.result())
         if ended:
@@ -149,6 +179,22 @@ class _LateStopCheck:
             for layer in self._cache.layers:
                 layer.keys, layer.values = _in_own_memory(layer.keys), _in_own_memory(layer.values)
         return too_many
+
+
+def ask_with_step(name: str, ask: Callable[[], torch.Tensor], tell: Callable[[], object]) -> bool:
+    """Have a question of a forward answered with the news of its step; return False where nobody would read them.
+
+    Args:
+        name: which question it is; one that was true once is not asked again.
+        ask: gives the answer, a truth value on the device.
+        tell: called later where that is true, unless the step was one too many.
+    """
+    call = _current.get()
+    if call is None or not call.is_late:
+        return False
+    if name not in call.answered and call.question is None:
+        call.question = _Question(name, ask(), tell)
+    return True
 
 
 def _in_own_memory(cut: torch.Tensor) -> torch.Tensor:
@@ -225,4 +271,4 @@ def install(module: Any) -> None:
     patching.wrap(module.GenerationMixin, "_sample", _keep_signature, why=why, test=test, when=When.TRANSFORMERS)
 
 
-__all__ = ["install"]
+__all__ = ["ask_with_step", "install"]

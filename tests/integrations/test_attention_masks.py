@@ -79,3 +79,28 @@ def test_answers_are_those_that_values_give(values: list[int], sky1: str) -> Non
             assert [bool(both(each, kv_length, window)) for each in (fresh, mask.to(sky1), mask)] == [
                 bool(both(mask, kv_length, window))
             ] * 3
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("make", [masking_utils.sdpa_mask, masking_utils.eager_mask])
+def test_masks_are_those_that_comparisons_make(make: Any, batch: int, sky1: str) -> None:
+    for q_length, kv_length, q_offset, kv_offset in [
+        (1, 6, 5, 0),
+        (1, 6, 4, 0),
+        (1, 3, 9, 7),
+        (2, 6, 5, 0),
+        (1, 1, 0, 0),
+    ]:
+        call = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+        for mask_function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
+            options = {**call, "mask_function": mask_function, "allow_is_causal_skip": False}
+            expected = make(batch, **options, device=torch.device("cpu"))
+            found = make(batch, **options, device=torch.device(sky1))
+            assert found.tolist() == expected.tolist(), options
+            assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+def test_the_mask_of_one_token_takes_few_operations(sky1: str) -> None:
+    before = torch.sky.stats()["ops"]
+    masking_utils.eager_mask(2, 1, 6, q_offset=5, device=torch.device(sky1))
+    assert torch.sky.stats()["ops"] - before <= 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -54,9 +55,10 @@ class HostCopy:
         epoch: `recorder.hidden_writes` when they were right.
         asked: whether a number of it was asked for.
         final: whether it is never known: something else than this program may write to it at any time.
+        later: gives the bytes where `values` has none, or none either; nobody has asked for them yet.
     """
 
-    __slots__ = ("asked", "bounds", "epoch", "final", "reads", "sized", "values")
+    __slots__ = ("asked", "bounds", "epoch", "final", "later", "reads", "sized", "values")
 
     def __init__(self, values: bytes | None, epoch: int) -> None:
         self.values = values
@@ -64,6 +66,7 @@ class HostCopy:
         self.asked = self.final = False
         self.sized: dict[object, object] | None = None
         self.reads: Reads | None = None
+        self.later: Callable[[], bytes] | None = None
         self.bounds: tuple[int, int, torch.dtype] | None = None
 
 

@@ -29,7 +29,7 @@ from skyproxy.tensor.core.memory import bytes_needed, memory_of
 from skyproxy.torch_codec import contiguous_stride, is_dense
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from skyproxy.tensor.core.devices import Handle
     from skyproxy.tensor.core.metadata import Meta
@@ -47,6 +47,8 @@ _LEAST_AHEAD = 1 << 12
 """Bytes of a larger storage that are read ahead: twice as many each time."""
 _LONGEST_STEP = 1 << 8
 """Bytes from one number to the next; where they lie further apart, much of what is read ahead would be for nothing."""
+MOST_DERIVED_BYTES = 1 << 18
+"""The same where the bytes are computed here as soon as somebody asks, such as positions of a batch."""
 _FEW = 64
 """Numbers that are looked at faster in Python than in PyTorch."""
 _MOST_SIZED = 16
@@ -72,6 +74,7 @@ _ESCAPED.final = True
 _uploaded: deque[HostCopy] = deque()
 _asked: deque[HostCopy] = deque()
 _watched: deque[HostCopy] = deque()
+_derived: deque[HostCopy] = deque()
 _read_ahead: deque[HostCopy] = deque()
 
 
@@ -82,7 +85,7 @@ def _count(copy: HostCopy, copies: deque[HostCopy]) -> None:
             oldest = copies.popleft()
         except IndexError:  # another thread has forgotten them all meanwhile
             return
-        if copies is not _uploaded or not oldest.asked:
+        if not oldest.asked or (copies is not _uploaded and copies is not _derived):
             oldest.values = None
 
 
@@ -106,6 +109,21 @@ def keep(handle: Handle, values: bytes, *, asked: bool = False) -> HostCopy | No
     else:
         _count(copy, _uploaded)
     return copy
+
+
+def keep_later(handle: Handle, later: Callable[[], bytes]) -> None:
+    """Remember how the bytes of a storage can be computed here, in case that they are asked for.
+
+    Args:
+        handle: that of a fresh tensor, which begins its storage and has no gaps.
+        later: gives all of its bytes as they are now, or none.
+    """
+    recorder, made = handle.device.recorder, handle.with_copy
+    if type(recorder) is Recorder and made is not None:
+        copy = handle.copy = HostCopy(b"", recorder.hidden_writes)
+        copy.later = later
+        handle.__class__ = made  # after the copy: whoever sees the one finds the other
+        _count(copy, _derived)
 
 
 def watch(handle: Handle) -> HostCopy | None:
@@ -159,15 +177,16 @@ def forget_written(handles: Iterable[Handle]) -> None:
 
 
 def forget_uploads() -> bool:
-    """Forget all bytes that were uploaded and never asked for; return whether there are others.
+    """Forget all bytes that were uploaded or derived and never asked for; return whether there are others.
 
     For operations that change long lists: looking at each of their tensors would cost more than such bytes are worth.
     """
     with contextlib.suppress(IndexError):  # another thread may do so, too
-        while _uploaded:
-            copy = _uploaded.pop()
-            if not copy.asked:
-                copy.values = None
+        for copies in (_uploaded, _derived):
+            while copies:
+                copy = copies.pop()
+                if not copy.asked:
+                    copy.values = None
     return bool(_asked or _watched)
 
 
@@ -199,7 +218,9 @@ def number_of(handle: Handle) -> bool | int | float | None:
     if found is None or handle.device.session.lost is not None:
         return None
     copy, values = found
-    if not copy.asked:
+    if copy.later is not None:
+        values = copy.later()
+    elif not copy.asked:
         _note_ask(copy)
     if copy.reads is None or values:
         return _read(values, handle.meta)
@@ -249,14 +270,31 @@ def keep_ahead(copy: HostCopy, handle: Handle, values: bytes) -> None:
 
 def values_of(handle: Handle) -> torch.Tensor | None:
     """Return a copy on the CPU of a tensor in a storage whose bytes are known."""
-    found, meta = _current(handle), handle.meta
-    if found is None or not meta.plain or meta.dtype not in _READERS:
+    found = _current(handle)
+    if found is None:
         return None
-    if not 0 < bytes_needed(meta) <= len(found[1]):
+    copy, values = found
+    return tensor_in(values if copy.later is None else copy.later(), handle.meta)
+
+
+def tensor_in(values: bytes, meta: Meta) -> torch.Tensor | None:
+    """Return a copy on the CPU of a tensor of this look in a storage of these bytes; None if it lies beyond them."""
+    if not meta.plain or meta.dtype not in _READERS or not 0 < bytes_needed(meta) <= len(values):
         return None
-    count = len(found[1]) // meta.dtype.itemsize
-    whole = torch.frombuffer(bytearray(found[1]), dtype=meta.dtype, count=count)
+    whole = torch.frombuffer(bytearray(values), dtype=meta.dtype, count=len(values) // meta.dtype.itemsize)
     return whole.as_strided(meta.size, meta.stride, meta.offset)
+
+
+def source_of(handle: Handle) -> bytes | Callable[[], bytes] | None:
+    """Return the bytes that a tensor's storage has now, or what gives them; None: they are not known."""
+    owner = handle.root or handle
+    if not owner.copied:
+        return None
+    copy = owner.copy
+    values = copy.values
+    if values is None or copy.epoch != handle.device.recorder.hidden_writes:
+        return None
+    return values or copy.later
 
 
 def bounds_of(handle: Handle) -> tuple[int, int, torch.dtype] | None:
@@ -283,9 +321,9 @@ def copy_of(handle: Handle) -> torch.Tensor | None:
     found, values = _current(handle), values_of(handle)
     if found is None or values is None:
         return None
-    if not found[0].asked:
+    if found[0].later is None and not found[0].asked:
         _note_ask(found[0])
-    return values if values.is_contiguous() and values.nbytes == len(found[1]) else values.clone()
+    return values if values.is_contiguous() and values.nbytes == values.untyped_storage().nbytes() else values.clone()
 
 
 def keep_values(handle: Handle, values: torch.Tensor) -> None:
@@ -381,11 +419,14 @@ __all__ = [
     "forget_written",
     "keep",
     "keep_ahead",
+    "keep_later",
     "keep_values",
     "know_element",
     "number_of",
     "readable",
     "sized_by",
+    "source_of",
+    "tensor_in",
     "values_of",
     "watch",
 ]

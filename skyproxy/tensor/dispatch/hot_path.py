@@ -25,6 +25,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor, run_on_wrappers
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass, rule_registry
 from skyproxy.tensor.core.user_lines import FOREIGN, OUTERMOST
 from skyproxy.tensor.dispatch.binding import is_host_number, number_of
+from skyproxy.tensor.dispatch.derived_copies import derive
 from skyproxy.tensor.dispatch.entries import expectation
 from skyproxy.tensor.dispatch.known_results import forget_lists, key_of_reader
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError
@@ -327,6 +328,8 @@ def dispatch_remote(
                     know_element(handle, handle.root)
             else:
                 handle.root = None
+                if info.derived and (root.root or root).copied:
+                    derive(handle, info, args, kwargs)
             free, held = recorder.free, recorder.held
             if free:  # as in `take_slot`: no call may end between
                 handle.slot = slot = free[0]

@@ -184,6 +184,14 @@ _FOLLOWED_FRESH = (
 )
 _FOLLOWED = frozenset("aten::" + name for name in (*_FOLLOWED_IN_PLACE.split(), *_FOLLOWED_FRESH.split()))
 """Operations whose results are known where their operands are: never a view, and exact, see `known_results`."""
+_DERIVED_NAMES = (
+    "arange arange.start arange.start_step ones zeros full add.Tensor sub.Tensor rsub.Scalar mul.Tensor eq.Tensor "
+    "ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar "
+    "logical_and logical_not logical_or bitwise_and.Tensor bitwise_not bitwise_or.Tensor all all.dim any any.dim cat "
+    "clone _to_copy cumsum index.Tensor"
+)
+_DERIVED = frozenset("aten::" + name for name in _DERIVED_NAMES.split())
+"""Operations whose fresh results of whole numbers can be computed here, see `derived_copies`: exact on every device."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 _TAKE_WHOLE_NUMBERS = (
@@ -274,6 +282,7 @@ class OpInfo:
         takes_whole_numbers: whether it takes positions or bits, so that floating point may be a mistake.
         first: who sees a call before it is recorded, and may take it, see `comes_first`; or None.
         followed: whether its result is known where its operands are, see `known_results`.
+        derived: whether its result can be computed here where its operands are known, see `derived_copies`.
         is_view: whether its results are views of its arguments, which ATen's own kernels make of meta tensors: fake
             tensors take some by other ways, which give dimensions of size one other strides.
         takes_masks: whether truth values choose elements, and bytes in their place with a warning.
@@ -289,6 +298,7 @@ class OpInfo:
         "columns",
         "creates",
         "cuda_rule",
+        "derived",
         "draws_floats",
         "first",
         "followed",
@@ -379,6 +389,7 @@ class OpInfo:
         self.trial_values = tried_ops.trial_values(func)
         self.takes_whole_numbers = self.name.startswith(_TAKE_WHOLE_NUMBERS) or "shift" in self.name
         self.followed = self.name in _FOLLOWED
+        self.derived = self.name in _DERIVED
         knows = not self.asks_worker_for_shape or packet in _FAKED_WRONGLY  # there, a rule is better than fake kernels
         self.rule = RULES.get(self.name) if knows else None
         self.cuda_rule = CUDA_RULES.get(self.name)

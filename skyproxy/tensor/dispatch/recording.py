@@ -28,6 +28,7 @@ from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch import inference, known_results
 from skyproxy.tensor.dispatch.binding import SYMBOLS, BoundCall, number_of_signature, refuse_to_pin, template_of
 from skyproxy.tensor.dispatch.capture import check_reshaped, is_capturing
+from skyproxy.tensor.dispatch.derived_copies import derive
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
 from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, example_on, make_elsewhere, run_across_devices
@@ -362,6 +363,8 @@ def _result(call: BoundCall, meta: Meta, shares: int | None) -> RemoteTensor:
     """A fresh tensor; a view of the call's tensor with number `shares`, if that is given."""
     if shares is None:
         made = new_tensor(call.device, meta)
+        if call.info.derived and call.tensors:
+            derive(made._sky, call.info, call.args, call.kwargs)
         known_results.note_memory(call, made._sky)
         return made
     base = call.tensors[shares]

@@ -1,0 +1,118 @@
+"""Questions that follow from sizes and uploads alone are answered here, and writes make them questions again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import skyproxy
+from tests.tensor.core.test_host_copies import trips, waits
+
+TOKENS = torch.tensor([[5, 3, 0, 7], [1, 0, 0, 2]])
+Question = Callable[[torch.Tensor], torch.Tensor]
+
+
+def packed(positions: torch.Tensor) -> torch.Tensor:
+    """What transformers asks of positions: whether each follows on the one before."""
+    first = positions[:, :1] - 1
+    return (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)[:, -1]
+
+
+QUESTIONS: dict[str, Question] = {
+    "ends": lambda x: x[:, [-1, 0]] == 0,
+    "arithmetic": lambda x: 3 - (x * 2 + x - 1),
+    "comparisons": lambda x: ((x > 0) & (x <= 5)) | ~(x != 7),
+    "logic": lambda x: torch.logical_or(torch.logical_not(x.bool()), torch.logical_and(x == 1, x >= 0)),
+    "joined": lambda x: torch.cat([x, x[:, :1] + 1], dim=1).cumsum(-1),
+    "dtypes": lambda x: (x.int() + 1).to(torch.uint8).clone(),
+    "transposed": lambda x: x.t() + x.t(),
+    "some": lambda x: torch.stack([(x == 9).any(), (x < 9).all()]) if x.is_cpu else (x == 9).any(),
+    "rows": lambda x: (x == 0).any(dim=1, keepdim=True),
+    "packed": packed,
+    "positions": lambda x: packed((torch.arange(4, device=x.device) + 2).unsqueeze(0).expand(2, -1)),
+    "packed positions": lambda x: packed((torch.arange(4, device=x.device) // 2 * 0 + x[:1]).expand(2, -1)),
+    "made here": lambda x: torch.ones(2, 3, dtype=torch.long, device=x.device) + torch.full((3,), 7, device=x.device),
+    "wrapped around": lambda x: x.to(torch.int8) * 127 + torch.arange(120, 124, dtype=torch.int8, device=x.device),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in QUESTIONS if name not in ("some", "packed positions")])
+def test_what_follows_from_uploads_and_sizes_needs_no_wait(name: str, sky1: str) -> None:
+    expected = QUESTIONS[name](TOKENS)
+    found = QUESTIONS[name](TOKENS.to(sky1))
+    waits(found.tolist, expected.tolist())
+    waits(lambda: bool(QUESTIONS[name](TOKENS.to(sky1)).all()), bool(expected.all()))
+    there = (found + torch.zeros((), dtype=torch.float64, device=sky1)).cpu()  # what the worker has
+    assert there.tolist() == expected.double().tolist()
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda x: x.add_(1),
+    "an element": lambda x: x.__setitem__(0, 9),
+    "a view": lambda x: x.view(-1)[1:].zero_(),
+    "copied into": lambda x: x.copy_(torch.full_like(x, 3)),
+    "out": lambda x: torch.add(torch.full_like(x, 3), 1, out=x),
+    "a list": lambda x: torch._foreach_add_([x, x.clone()], 5),
+    "indexed": lambda x: x.index_fill_(0, torch.tensor([0]).to(x.device), 8),
+    "random": lambda x: x.random_(5, 6),
+    "set": lambda x: x.set_(torch.full_like(x, 4)),
+    "data": lambda x: setattr(x, "data", torch.full_like(x, 4)),
+}
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("make", ["arange", "sum"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_is_seen(name: str, make: str, asked: bool, sky1: str) -> None:
+    def changed(device: str) -> list[object]:
+        positions = torch.arange(6, device=device)
+        x = positions if make == "arange" else positions + 1
+        before, view = x == 3, x[2:]
+        if asked:
+            assert bool(before.any())
+        WRITES[name](x)
+        after = x + 1
+        return [x.tolist(), view.tolist(), before.tolist(), after.tolist(), bool((x[:1] == 4).all())]
+
+    assert changed(sky1) == changed("cpu")
+
+
+def test_operands_count_as_they_were(sky1: str) -> None:
+    tokens = TOKENS.to(sky1)
+    doubled = tokens + tokens
+    tokens.zero_()
+    waits(doubled.tolist, (TOKENS + TOKENS).tolist())
+    assert tokens.tolist() == torch.zeros_like(TOKENS).tolist()
+
+
+def test_writes_that_are_no_operations_are_seen(sky1: str) -> None:
+    node = next(node for node in skyproxy.list_nodes() if torch.device(sky1) in node.devices)
+    x = torch.arange(4, device=sky1) + 1
+    node.run(torch.Tensor.add_, x, 1)
+    assert x.tolist() == [2, 3, 4, 5]
+    y = torch.arange(4, device=sky1) + 1
+    graph = torch.sky.SkyGraph()
+    with torch.sky.graph(graph):
+        y.add_(10)
+    graph.replay()
+    assert y.tolist() == [11, 12, 13, 14]
+
+
+def test_what_is_computed_of_unknown_numbers_is_asked_for(sky1: str) -> None:
+    unknown = torch.randint(0, 1, (4,), device=sky1)
+    found = torch.arange(4, device=sky1) + unknown
+    waits(found.tolist, [0, 1, 2, 3], most=1)
+    assert (torch.arange(4, device=sky1) / 2).tolist() == [0, 0.5, 1, 1.5]
+
+
+def test_a_chain_ends(sky1: str) -> None:
+    total, expected = torch.arange(3, device=sky1), torch.arange(3)
+    for _ in range(40):
+        total, expected = total + total[:1] - 1, expected + expected[:1] - 1
+    before = trips()
+    assert total.tolist() == expected.tolist()
+    assert trips() == before + 1
+    wide = torch.arange(40_000, device=sky1) + 1  # larger than what is kept
+    assert wide[-1].item() == 40_000
