@@ -92,7 +92,10 @@ def _whole_median(x: Meta) -> RuleResult:
 
 @rule("any all any.dim all.dim any.dims all.dims")
 def _truth(x: Meta, dim: Dims = None, keepdim: bool = False) -> RuleResult:
-    size = _reduce(x, dim, keepdim) if x.dtype is not torch.uint8 and dim != [] else None
+    """An empty list of dimensions are none, and the result is row-major, which PyTorch's fake kernel does not say."""
+    if dim == [] and x.layout is torch.strided:
+        return [fresh(x.size, torch.uint8 if x.dtype is torch.uint8 else torch.bool)]
+    size = _reduce(x, dim, keepdim) if x.dtype is not torch.uint8 else None
     return None if size is None else [fresh(size, torch.bool)]
 
 
@@ -141,7 +144,11 @@ def _range(x: Meta, *, dim: int | None = None, keepdim: bool = False) -> RuleRes
 def _sum_of_numbers(
     x: Meta, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> RuleResult:
+    """An empty list of dimensions are all, and for PyTorch's fake kernel none: nothing that has a sum is left to it."""
     counts = x.dtype in INTEGERS or x.dtype is torch.bool
+    if isinstance(dim, list | tuple) and not dim and x.layout is torch.strided and not (dtype or x.dtype).is_complex:
+        kept = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)
+        return [fresh((1,) * len(x.size) if keepdim else (), kept)]
     size = _reduce(x, dim, keepdim) if (counts or x.dtype in FLOATS) and dtype is None else None
     return None if size is None else [fresh(size, torch.int64 if counts else x.dtype)]
 

@@ -122,6 +122,27 @@ def test_integers_have_rules_where_fractions_have_them(case: str, sky1: str, fak
     assert not faked
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8])
+@pytest.mark.parametrize("size", [(2, 7, 3), (1, 4, 5), (2, 0, 3), (0,), ()], ids=str)
+def test_an_empty_list_of_dimensions_is_what_it_is_locally(
+    size: tuple[int, ...], dtype: torch.dtype, sky1: str
+) -> None:
+    x = torch.ones(size).to(dtype)
+    for reduce in (torch.nansum, torch.nanmean, torch.sum, torch.all, torch.any, torch.count_nonzero):
+        for keepdim in (False, True):
+            for order in _ORDERS[:4] if len(size) == 3 else _ORDERS[:1]:
+                options = {} if reduce is torch.count_nonzero else {"keepdim": keepdim}
+                try:
+                    expected = reduce(order(x), dim=(), **options)
+                except RuntimeError:  # no means of integers
+                    continue
+                found = reduce(order(x.to(sky1)), dim=(), **options)
+                if x.numel():
+                    assert _looks_alike(found, expected)
+                assert found.shape == expected.shape
+                torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", OF_HALVES)
 def test_halves_have_rules_where_others_have_them(case: str, dtype: torch.dtype, sky1: str, faked: list[str]) -> None:
