@@ -346,4 +346,5 @@ def _without_minus_one(given: dict[str, Any]) -> tuple[Tensor, Any] | None:
     dividend = (dividend if isinstance(dividend, Tensor) else torch.tensor(dividend)).to(kind)
     if not isinstance(other, Tensor):
         return (-dividend, 1) if negative else None
-    return torch.where(negative, -dividend, dividend), torch.where(negative, 1, other)
+    # A product has the order of memory of a quotient; a choice would have that of the divisor.
+    return dividend * torch.where(negative, -1, 1).to(kind), torch.where(negative, 1, other)

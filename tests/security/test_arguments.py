@@ -361,6 +361,14 @@ def test_a_number_is_divided_by_a_tensor(number: int, dtype: torch.dtype) -> Non
     assert SAFE_FORMS["aten::div.Tensor_mode"](number, i(-1, dtype=torch.int32), rounding_mode="trunc").shape == (1,)
 
 
+@pytest.mark.parametrize("turned", [(False, True), (True, False), (True, True)], ids=str)
+def test_quotients_have_the_order_of_memory_of_the_dividend(turned: tuple[bool, bool]) -> None:
+    a, b = torch.arange(24).view(2, 3, 4), torch.arange(1, 25).view(2, 3, 4)
+    a, b = (x.mT.contiguous().mT if is_turned else x for x, is_turned in zip((a, b), turned))
+    found = SAFE_FORMS["aten::div.out_mode"](a, b, rounding_mode="trunc", out=i())
+    assert found.stride() == torch.div(a, b, rounding_mode="trunc").stride()
+
+
 def test_a_number_of_trials_that_is_none_is_not_drawn_for_ever() -> None:
     drawn = SAFE_FORMS["aten::binomial"](torch.tensor([float("nan"), 4.0]), torch.tensor([0.5, 1.0]))
     assert drawn.tolist() == [0, 4]

@@ -104,7 +104,7 @@ def _mantissa_and_exponent(x: Meta) -> RuleResult:
 
 @rule("mvlgamma")
 def _multivariate_log_gamma(x: Meta, order: object) -> RuleResult:
-    return [fresh(x.size, x.dtype)] if plain(x) and x.dtype in FLOATS else None
+    return [fresh(x.size, x.dtype)] if plain(x) and x.dtype in FLOATS and type(order) is int and order > 0 else None
 
 
 @rule("poisson bernoulli.p")

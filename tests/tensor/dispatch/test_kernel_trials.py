@@ -155,6 +155,7 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ),
     "pivots of 64 bits": lambda x, i: torch.linalg.lu_solve(x.diag(), i, x.view(3, 1)),
     "pivots of 64 bits to unpack": lambda x, i: torch.lu_unpack(x.diag(), i),
+    "a gamma function of no dimension": lambda x, i: torch.special.multigammaln(x.new_ones(300, 300), 0),
     "windows of integers": lambda x, i: F.unfold(i.reshape(1, 1, 1, 3), 1),
 }
 
