@@ -194,7 +194,8 @@ class ForkServer:
         with self._changed:
             if not self._changed.wait_for(lambda: number in self._answers or self._is_over, _ANSWER_SECONDS):
                 raise OSError("the server that forks workers does not answer")
-            if number not in self._answers:
+            # Also where it has answered: nobody would tell of this one's end. Its input is closed, which ends it.
+            if self._is_over:
                 raise OSError("the server that forks workers has ended")
             process_id = self._answers.pop(number)
             try:

@@ -13,11 +13,13 @@ from typing import IO
 
 import pytest
 
+from skyproxy.providers.processes import identity_of
 from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.session import forking
 from skyproxy.session.forking import ForkedProcess, ForkServer, can_fork
 from skyproxy.session.local_worker import LocalWorker, worker_environment
 from skyproxy.settings import SETTINGS
+from tests.integration.programs import wait_for
 
 pytestmark = pytest.mark.skipif(not can_fork("cpu"), reason="workers are forked on Linux only")
 MARK = "0123456789abcdef" * 2
@@ -130,6 +132,30 @@ def test_workers_outlive_the_server_and_their_end_is_still_noticed(errors: IO[by
     process.kill()
     process.wait(60)
     assert server.try_to_start(["--embedded"], {}, errors) is None
+
+
+def test_a_worker_whose_server_ends_before_anybody_has_heard_of_it_is_none(
+    monkeypatch: pytest.MonkeyPatch, errors: IO[bytes]
+) -> None:
+    server = ForkServer(sys.executable, worker_environment())
+    told: list[int] = []
+    process_of = server._process_of
+
+    def late(number: int, *streams: IO[bytes]) -> ForkedProcess:
+        with server._changed:
+            assert server._changed.wait_for(lambda: number in server._answers, 60)
+        told.append(server._answers[number])
+        server._process.kill()
+        server._reader.join(60)
+        return process_of(number, *streams)
+
+    monkeypatch.setattr(server, "_process_of", late)
+    try:
+        with pytest.raises(OSError, match="has ended"):
+            start(server, errors, "--embedded", "--port", "0")
+        wait_for(lambda: identity_of(told[0]) is None, "the worker has ended")
+    finally:
+        server.stop()
 
 
 def test_where_the_server_cannot_start_workers_are_started_in_the_ordinary_way() -> None:
