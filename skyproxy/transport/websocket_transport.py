@@ -32,6 +32,8 @@ _WAITING_PONGS = 16
 _MOST_WAITING_FRAMES = 100_000
 """Short messages that a peer has not read: some tens of MB, and more than any slow link makes wait."""
 _REASON_BYTES = 512
+_LATE_READS = 4
+"""Reads of what is there already when the time is up: with more, a peer that pings without end is waited for."""
 _RETIRE_SECONDS = 0.5
 _CUT_SECONDS = 20.0
 """The time that a thread may take to leave a stream that was shut down under it: nothing, but machines are busy."""
@@ -241,12 +243,15 @@ class WebSocketTransport(Transport):
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         steps, receive = self._steps, self._stream.recv_into
-        target = self._target
+        target, late_reads = self._target, 0
         while True:
             if target is None:
                 item = next(steps, None)
             else:
-                count = receive(target, None if deadline is None else remaining(deadline))
+                left = None if deadline is None else remaining(deadline)
+                if left == 0.0 and timeout_seconds:
+                    late_reads += 1
+                count = receive(target, left) if late_reads <= _LATE_READS else -1
                 if count < 0:
                     return None
                 if count == 0:

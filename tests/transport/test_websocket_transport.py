@@ -298,6 +298,29 @@ def test_a_broken_connection_keeps_nothing_of_its_senders_alive(make_pair, tls: 
         client.send(Batch(Sequence(1), []))
 
 
+@pytest.mark.parametrize(("start", "piece"), [(b"", ws.frame_header(ws.PING, 0)), (b"\x02\x00", b"\x00\x00")])
+def test_a_peer_that_sends_nothings_without_end_is_not_waited_for_longer(start: bytes, piece: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    client = WebSocketTransport(PlainStream(ours), CLIENT, Settings(close_timeout_seconds=0.2))
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):
+            theirs.sendall(start)
+            while True:
+                theirs.sendall(piece * 5_000)
+
+    wait = in_thread(flood)
+    try:
+        with pytest.raises(TimeoutError):
+            client.recv(0.05)
+    finally:
+        theirs.shutdown(socket.SHUT_RDWR)
+        wait()
+        theirs.close()
+        client.close()
+
+
 def test_what_was_being_read_goes_with_its_transport() -> None:
     ours, theirs = socket.socketpair()
     worker = WebSocketTransport(PlainStream(ours), WORKER, Settings(close_timeout_seconds=0.2))
