@@ -128,8 +128,9 @@ class _Lowering:
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         from skyproxy.tensor.programs.compiled_call import CompiledCall
-        from skyproxy.tensor.programs.compiler_ir import program_of, write_in_place
+        from skyproxy.tensor.programs.compiler_ir import program_of, spell_in_aten, write_in_place
 
+        spell_in_aten(module)
         try:
             if self._mode == "eager":
                 write_in_place(module)

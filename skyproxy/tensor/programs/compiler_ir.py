@@ -148,7 +148,21 @@ def _argument(program: GraphProgram, value: object) -> list[object]:
     )
 
 
-# --- writing in place where the compiler made copies -----------------------------------------------------------------
+# --- rewriting what the compiler wrote ------------------------------------------------------------------------------
+
+
+def spell_in_aten(module: torch.fx.GraphModule) -> None:
+    """Names ATen's conversion of dtypes where the compiler names its own.
+
+    Dynamo makes a tensor of a number that varies (a learning rate, a temperature), and `prims::convert_element_type`
+    gives it the dtype that the number would have had. `_to_copy` is the same copy, under a name that workers take.
+    """
+    for node in module.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.name() == "prims::convert_element_type":
+            value, dtype = node.args
+            node.target, node.args, node.kwargs = aten._to_copy.default, (value,), {"dtype": dtype}
+    module.recompile()
+
 
 _IN_PLACE = {
     aten.index_copy.default: aten.index_copy_.default,
