@@ -395,7 +395,7 @@ class OpInfo:
         self.cuda_rule = CUDA_RULES.get(self.name)
         self.turned = _rule_of_view(func) if torch.Tag.inplace_view in func.tags else None
         self.unfilled = _rule_without_out(func) if self.rule is None and self.asks_worker_for_shape else None
-        self.learns = self.rule is not None or self.unfilled is not None
+        self.learns = (self.rule is not None or self.unfilled is not None) and "check_errors" not in self.names
         self.special = SPECIALS.get(self.name)
         if self.special is None:
             self.special = self._substitute(packet)

@@ -105,6 +105,8 @@ def run(call: BoundCall) -> Any:
     expected = False
     if entry is None:
         device.misses += 1
+        if call.kwargs.get("check_errors") and not is_capturing():
+            return ask(call)  # `torch.linalg.inv_ex` and its like, told to raise where they are called
         filled = _infer_on_cuda(call) or inference.infer_filled(call)
         entry = inference.infer(call) if filled is None else filled
         if entry is not None and len(entry.made) + len(call.tensors) > _MANY_TENSORS:

@@ -286,6 +286,21 @@ def test_what_the_cpu_refuses_is_refused_at_the_same_line(call: Any, kind: type[
     assert (x + 1).sum().item() == 12.0
 
 
+@pytest.mark.parametrize("name", ["inv_ex", "cholesky_ex", "lu_factor_ex", "solve_ex", "ldl_factor_ex"])
+def test_a_factorization_that_is_told_to_check_raises_where_it_is_called(name: str, sky1: str) -> None:
+    def factorize(x: torch.Tensor) -> Any:
+        return getattr(torch.linalg, name)(*(x, x) if name == "solve_ex" else (x,), check_errors=True)
+
+    whole = torch.eye(3)
+    _same(lambda x: tuple(factorize(x)), sky1, whole)
+    for _ in range(2):  # what looks like it went well before, the first time
+        with pytest.raises(RuntimeError) as local:
+            factorize(whole * 0)
+        with pytest.raises(type(local.value)):
+            factorize(whole.to(sky1) * 0)
+    torch.sky.synchronize()  # type: ignore[attr-defined]
+
+
 def test_pinning_belongs_to_the_cpu(sky1: str) -> None:
     x = torch.ones(2, device=sky1)
     assert not x.is_pinned()
