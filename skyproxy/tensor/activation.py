@@ -35,6 +35,7 @@ def activate() -> None:
             determinants,
             group_norm,
             half_transforms,
+            linear_gradients,
             masked_gradients,
             nested_batches,  # noqa: F401
             nested_tensors,
@@ -90,6 +91,7 @@ def activate() -> None:
         special_ops.install(registration.library())
         composites.install(registration.library())
         half_transforms.install(registration.library())
+        linear_gradients.install(registration.library())
         nested_tensors.install()
         storage.install()
         serialization.install()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from operator import is_
@@ -28,6 +29,7 @@ from skyproxy.tensor.core.torch_private import (
     has_modes_or_transforms,
     is_forward_ad_active,
 )
+from skyproxy.tensor.core.user_lines import user_frame
 from skyproxy.tensor.dispatch.dependencies import CONSTANTS, Reader, reader_of
 from skyproxy.tensor.dispatch.op_info import info_named
 
@@ -37,6 +39,7 @@ _ATTEMPTS = 8
 _DEFINITIONS = (commands.DEFINE, commands.EXPECT)
 _DRAWS = torch.Tag.nondeterministic_seeded
 _in_inference_mode = torch.is_inference_mode_enabled
+_getframe = sys._getframe
 
 
 class _NotReplayableError(Exception):
@@ -68,14 +71,16 @@ class Replay(NamedTuple):
 
 
 @shielded
-def _replay(replay: Replay, device: SkyDevice, inputs: Sequence[int]) -> object:
-    """Records the operations; the result, or None if there are too few free slots."""
+def _replay(replay: Replay, device: SkyDevice, inputs: Sequence[int], lines: tuple[object, ...]) -> object:
+    """Records the operations, with the lines that they are called from; the result, or None if there are too few free
+    slots.
+    """
     recorder = device.recorder
     slots = recorder.take_free_slots(replay.places)
     if not slots:
         return None
     recorder.emit(replay.commands(inputs, slots, replay.values))
-    recorder.emit_line(replay.lines)
+    recorder.emit_line(lines)
     results = []
     for (meta, place), base in replay.results:
         root = None
@@ -260,6 +265,14 @@ def _compile(parts: str) -> Callable[[Sequence[int], Sequence[int], Sequence[obj
 class MemoizedCall:
     """A function of tensors and constants that is run until its operations are known."""
 
+    def __init__(self, *, follows_caller: bool = False) -> None:
+        """Make a function of which nothing is known.
+
+        Args:
+            follows_caller: the function is ours, and errors of its operations name the line that it is called from.
+        """
+        self._follows_caller = follows_caller
+
     def call(self, run: Callable[[], object], arguments: Sequence[object], kind: object) -> object:
         """Return what `run()` gives, a fresh tensor or a tuple of them.
 
@@ -293,7 +306,11 @@ class MemoizedCall:
         replay = device.replays.get(place, 0)
         if type(replay) is not Replay:
             return run() if replay is None else _run_and_memoize(place, replay, device, slots, run)
-        result = _replay(replay, device, slots)
+        lines = replay.lines
+        if self._follows_caller:
+            frame = user_frame(_getframe(1))
+            lines = (frame.f_code, frame.f_lasti) * (len(lines) // 2)
+        result = _replay(replay, device, slots, lines)
         if result is None:
             return run()
         device.recorder.send_if_due()

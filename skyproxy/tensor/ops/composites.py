@@ -8,6 +8,7 @@ work, to the last bit. And composites that CPUs divide otherwise than accelerato
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,26 +25,30 @@ from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.hot_path import dispatch_remote
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements, plain_op
 from skyproxy.tensor.dispatch.recording import run
+from skyproxy.tensor.ops.linear_gradients import one_node
 from skyproxy.tensor.ops.nested_batches import NestedBatch
 
 aten = torch.ops.aten
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _records_graphs = torch.is_grad_enabled
+_ONLY_REMOTE = {RemoteTensor}
+_requires_gradients = attrgetter("requires_grad")
 
 
 def _kernel(op: OpOverload) -> object:
     divide = op._op_dk
+    take_one_node = one_node if op is aten.linear.default else None
 
     def kernel(*args: Any) -> object:
         # Every argument is a plain remote tensor, and nothing sees the parts, as modes and transforms such as vmap do.
         # Complex products are decomposed: which of the parts resolves a conjugate view decides the last bit. Products
         # of integers are so rare that they stay what they are locally, views of a part.
-        whole = args[0].is_floating_point() and not _is_differentiated(args)
-        if whole and not has_modes_or_transforms():
-            if all(type(a) is RemoteTensor for a in args):
-                return dispatch_remote(RemoteTensor, op, (), args)
-            if args[-1] is None and all(type(a) is RemoteTensor for a in args[:-1]):
-                return dispatch_remote(RemoteTensor, op, (), args[:-1])
+        given = args if args[-1] is not None else args[:-1]
+        if set(map(type, given)) == _ONLY_REMOTE and given[0].is_floating_point() and not _is_watched():
+            if not (_records_graphs() and any(map(_requires_gradients, given))):
+                return dispatch_remote(RemoteTensor, op, (), given)
+            if take_one_node is not None and (result := take_one_node(given)) is not None:
+                return result
         if type(args[0]) is NestedBatch:
             return NestedBatch.__torch_dispatch__(op, (), args)
         result = divide(_COMPOSITE, *args)
@@ -55,12 +60,9 @@ def _kernel(op: OpOverload) -> object:
     return kernel
 
 
-def _is_differentiated(args: tuple[Any, ...]) -> bool:
-    if _records_graphs():
-        for a in args:
-            if a is not None and a.requires_grad:
-                return True
-    return is_forward_ad_active()  # tangents ignore `no_grad`
+def _is_watched() -> bool:
+    """Return whether somebody sees the parts of a composite, or wants tangents, which ignore `no_grad`."""
+    return has_modes_or_transforms() or is_forward_ad_active()
 
 
 def _one_hot(classes: torch.Tensor, count: int = -1) -> object:
@@ -88,7 +90,7 @@ def _is_plain(args: tuple[object, ...]) -> bool:
                 return False
         elif isinstance(a, torch.Tensor):
             return False
-    return not is_forward_ad_active() and not has_modes_or_transforms()
+    return not _is_watched()
 
 
 def _one_result(op: OpOverload) -> object:
@@ -96,6 +98,8 @@ def _one_result(op: OpOverload) -> object:
     divide = op._op_dk
 
     def kernel(x: torch.Tensor, *args: object) -> object:
+        if _records_graphs() and x.requires_grad:  # as in each step of training
+            return divide(_COMPOSITE, x, *args)
         if type(x) is RemoteTensor and _is_plain((x, *args)):
             return dispatch_remote(RemoteTensor, op, (), (x, *args))
         return divide(_COMPOSITE, x, *args)

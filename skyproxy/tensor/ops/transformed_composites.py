@@ -2,7 +2,8 @@
 
 `torch.func.vmap` divides attention, and every transform dropout, as accelerators do: of a CPU worker's tensors neither
 the last bits nor, where the batch is not the first dimension, the random numbers would be the CPU's. So the kernels of
-the transforms ask here first. For tensors of other devices they are PyTorch's.
+the transforms ask here first. For tensors of other devices they are PyTorch's. And gradients of linear layers, of which
+PyTorch would take one row of a batch of gradients after the other, are divided.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.torch_private import DispatchKeySet
 from skyproxy.tensor.ops.attention import attention
+from skyproxy.tensor.ops.linear_gradients import divided_gradients
 
 _VMAP = "FuncTorchVmapMode"
+_BATCHED = "FuncTorchBatched"
 _TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
 _library: torch.library.Library | None = None
 _TESTS = "tests/tensor/ops/test_transformed_composites.py"
@@ -56,6 +59,7 @@ def _put(library: torch.library.Library) -> None:
         warnings.simplefilter("ignore")  # PyTorch's kernels are replaced on purpose
         library.impl("scaled_dot_product_attention", attended, _VMAP, with_keyset=True)
         library.impl("dropout", dropped, _TRANSFORMS, with_keyset=True)
+        library.impl("linear_backward", divided_gradients, _BATCHED)
 
 
 def _install() -> None:
@@ -65,7 +69,7 @@ def _install() -> None:
     _library = torch.library.Library("aten", "IMPL")
     _put(_library)
     patching.registered(
-        "kernels of `aten::scaled_dot_product_attention` and `aten::dropout` for function transforms",
+        "kernels of `aten::scaled_dot_product_attention`, `dropout` and `linear_backward` for function transforms",
         _destroy,
         why="transforms divide them as accelerators do, which rounds and draws otherwise than a worker's CPU",
         test=f"{_TESTS}::test_dropout_under_transforms_is_that_of_the_cpu",

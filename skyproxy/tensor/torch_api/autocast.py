@@ -15,6 +15,7 @@ import torch
 from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import DispatchKey, DispatchKeySet, OpOverload, has_kernel
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
@@ -119,6 +120,13 @@ class _Region(threading.local):
 
 
 _region = _Region()
+_PLAIN = frozenset({type(None), bool, int, float})
+_CAST = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
+)
+"""Dtypes that are cast."""
 
 
 def _is_eligible(value: object) -> bool:
@@ -132,9 +140,16 @@ def _is_eligible(value: object) -> bool:
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """The value with each of its floating-point tensors in `dtype`, double precision excepted."""
-    if isinstance(value, list | tuple):
+    kind = type(value)
+    if kind is RemoteTensor:  # the usual case, for which nothing is asked of C++
+        given = value._sky.meta.dtype
+        if given is dtype or given not in _CAST:
+            return value
+    elif kind in _PLAIN:
+        return value
+    elif isinstance(value, list | tuple):
         return [cast(item, dtype) for item in value]
-    if not _is_eligible(value) or value.dtype is dtype:
+    elif not _is_eligible(value) or value.dtype is dtype:
         return value
     if not (
         value.requires_grad
@@ -158,6 +173,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 def kind_of_worker(values: Iterable[object]) -> str:
     """The type of the device behind the first remote tensor among some arguments, "cuda" where there is none."""
     for value in values:
+        if type(value) is RemoteTensor:
+            return str(value._sky.device.place[0])
         if isinstance(value, torch.Tensor):
             if value.device.type == "sky":
                 return str(DEVICES.of(value.device).row["type"])
@@ -173,7 +190,7 @@ def _kernel_for_worker(
     division = _division_of(op)
 
     def kernel(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
-        chosen = on_cpu if kind_of_worker((*args, *kwargs.values())) == "cpu" else on_cuda
+        chosen = on_cpu if kind_of_worker((*args, *kwargs.values()) if kwargs else args) == "cpu" else on_cuda
         if chosen is not None:
             return chosen(*args, **kwargs)
         # Autocast goes on inside: the op may consist of others that are in the list.
@@ -195,6 +212,8 @@ def _lower(op: OpOverload) -> Callable[..., object]:
     def kernel(*args: object, **kwargs: object) -> object:
         dtype = torch.get_autocast_dtype("sky")
         with _Without(_below):
+            if not kwargs:
+                return op(*[cast(value, dtype) for value in args])
             named = {name: cast(value, dtype) for name, value in kwargs.items()}
             return op(*cast(args, dtype), **named)
 
