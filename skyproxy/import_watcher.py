@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TypeGuard
 
 
 class _Watcher:
@@ -47,10 +48,12 @@ class _Watcher:
 def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
     """Calls `then` with the module: now if it is loaded, or else as soon as it is."""
     module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        then(module)
-    else:
+    if module is None:
         sys.meta_path.insert(0, _Watcher(name, then))
+    elif _is_half_imported(spec := module.__spec__):  # by what imports us, so that no finder is asked any more
+        _settle(spec, lambda: then(module) if sys.modules.get(name) is module else None)
+    else:
+        then(module)
 
 
 class _SettlingSpec(ModuleSpec):
@@ -72,11 +75,19 @@ def when_whole(package: str, then: Callable[[], object]) -> None:
     """
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
-        if name.startswith(f"{package}.") and type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
-            spec.__dict__["then"] = then
-            spec.__class__ = _SettlingSpec
+        if name.startswith(f"{package}.") and _is_half_imported(spec):
+            _settle(spec, then)
             return
     then()
+
+
+def _is_half_imported(spec: ModuleSpec | None) -> TypeGuard[ModuleSpec]:
+    return type(spec) is ModuleSpec and getattr(spec, "_initializing", False)
+
+
+def _settle(spec: ModuleSpec, then: Callable[[], object]) -> None:
+    spec.__dict__["then"] = then
+    spec.__class__ = _SettlingSpec
 
 
 def namesakes(packages: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import zipfile
@@ -52,6 +53,31 @@ def test_any_module_of_ours_may_be_the_first_that_is_imported(module: str) -> No
         [sys.executable, "-c", FIRST.format(module=module)], capture_output=True, text=True, check=False, timeout=100
     )
     assert done.stdout == "sky:0 skyproxy\n", done.stderr
+
+
+HALF = """
+from skyproxy.import_watcher import when_imported
+
+told = []
+when_imported("half", lambda module: told.append(module.whole))
+assert not told
+{end}
+whole = True
+"""
+
+
+def test_a_module_that_imports_us_while_it_is_imported_is_told_of_once_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of a name that PyTorch imports, say `nt.py`, runs within `import torch`, and imports us there."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half.py").write_text(HALF.format(end="import no_such_module"))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        importlib.import_module("half")
+    (tmp_path / "half.py").write_text(HALF.format(end=""))
+    importlib.invalidate_caches()
+    assert importlib.import_module("half").told == [True]
+    monkeypatch.delitem(sys.modules, "half")
 
 
 def test_a_loader_of_many_modules_tells_of_the_one_that_was_asked_for(

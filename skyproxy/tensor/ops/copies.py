@@ -148,6 +148,8 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
     (tensor,) = args
     if tensor.numel() != 1:
         raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
+    if not isinstance(tensor, RemoteTensor):  # a fake tensor: `torch.tensor` asks past its mode
+        raise RuntimeError("the tensor has elements, but no values: it is a fake one, as code that is traced has them")
     handle = tensor._sky
     handle.device.values_read += 1
     known = known_values.value_of(handle)

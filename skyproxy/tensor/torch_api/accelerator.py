@@ -43,9 +43,9 @@ def _is_pinned(self: torch.Tensor, device: torch.device | str | int | None = Non
 
 
 def _plain(name: str, tensor: torch.Tensor) -> object:
-    """Ask PyTorch's own kernel, for CUDA."""
+    """Ask PyTorch's own kernel, for this machine's own accelerator."""
     op = getattr(torch.ops.aten, name).default
-    return op._op_dk(DispatchKey.CompositeExplicitAutograd, tensor, torch.device("cuda"))
+    return op._op_dk(DispatchKey.CompositeExplicitAutograd, tensor, _other_accelerator or torch.device("cuda"))
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | str | int | None = None) -> torch.Tensor:
@@ -57,6 +57,8 @@ def _pin_memory(self: torch.Tensor, device: torch.device | str | int | None = No
         copy = cast(torch.Tensor, _plain("_pin_memory", self))
     elif DEVICES.existing():
         copy = self.clone(memory_format=torch.contiguous_format)
+    elif _other_accelerator is not None:
+        return cast(torch.Tensor, _plain("_pin_memory", self))  # raises PyTorch's error, if there is no driver for it
     else:
         raise RuntimeError(_NO_ACCELERATOR)
     copy.untyped_storage()._sky_pinned = True  # type: ignore[attr-defined]
@@ -90,6 +92,14 @@ def _install_pinning() -> None:
 def _accelerator() -> torch.device | None:
     """Ours as soon as a device of ours exists, this machine's own before."""
     return torch.device("sky") if DEVICES.existing() else _other_accelerator
+
+
+def _available_accelerator() -> torch.device:
+    """The same, or the CPU where there is no driver for this machine's own."""
+    found = _accelerator()
+    if found is None or (found.type != "sky" and not torch.get_device_module(found).is_available()):
+        return torch.device("cpu")
+    return found
 
 
 _OF_THE_OTHER = {
@@ -190,7 +200,7 @@ def install() -> None:
             for name, ours in _ACCELERATOR.items()
         },
         "_accelerator_getAccelerator": _accelerator,
-        "_get_accelerator": lambda: _accelerator() or torch.device("cpu"),
+        "_get_accelerator": _available_accelerator,
     }
     for name, answer in answers.items():
         if hasattr(torch._C, name):

@@ -37,8 +37,7 @@ def _with_number(function: Callable[..., object]) -> Callable[..., object]:
 
     What copies tensors warns of it, at the line of the innermost frame, which would be ours.
     """
-    is_method = function is torch.Tensor.new_tensor
-    is_copying, name = is_method or function is torch.tensor, "tensor.new_tensor" if is_method else "torch.tensor"
+    is_copying = function is torch.tensor
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
@@ -46,14 +45,12 @@ def _with_number(function: Callable[..., object]) -> Callable[..., object]:
             args = (*args[:1], *map(_add_number, args[1:]))
             if "device" in kwargs:
                 kwargs["device"] = _add_number(kwargs["device"])
-            is_copy = is_copying and len(args) == 1 + is_method and isinstance(args[-1], torch.Tensor)
-            if is_copy and not kwargs.get("pin_memory"):
-                source: torch.Tensor = args[-1]  # type: ignore[assignment]
-                like: torch.Tensor = args[0]  # type: ignore[assignment]
+            source = args[0] if is_copying and len(args) == 1 else None
+            if isinstance(source, torch.Tensor) and not kwargs.get("pin_memory"):
                 if kwargs.get("device") is None:
-                    kwargs["device"] = like.device
+                    kwargs["device"] = source.device
                 kwargs["device"] = torch.device(kwargs["device"])  # type: ignore[call-overload]
-                return copy_with_warning(name, like.dtype, source, **kwargs)  # type: ignore[arg-type]
+                return copy_with_warning("torch.tensor", source.dtype, source, **kwargs)  # type: ignore[arg-type]
         try:
             return function(*args, **kwargs)
         except SELF_EXPLAINING as error:
@@ -120,7 +117,6 @@ def _install_for_other_devices() -> None:
         _device._device_constructors()  # PyTorch keeps the set of its functions, which it looks up once
         for owner, name in (
             (torch.Tensor, "to"),
-            (torch.Tensor, "new_tensor"),
             *((torch, n) for n in _OF_DATA + _SPARSE),
         ):
             _wrap_once(

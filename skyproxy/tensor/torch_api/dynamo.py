@@ -12,7 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from skyproxy.tensor.dispatch import memoized_calls
 from skyproxy.tensor.programs import compiler
 from skyproxy.tensor.torch_api import distributions, sky_module
 
+_FIRST_RUNS = "torch._functorch._aot_autograd.runtime_wrappers"
 _TESTS = "tests/tensor/programs/test_compile.py"
 _inlined = {Path(str(module.__file__)).as_posix() for module in (memoized_calls, distributions)}
 
@@ -66,6 +67,7 @@ def _teach(dynamo: Any) -> None:
         )
     _run_higher_order_ops()
     _keep_random_states()
+    when_imported(_FIRST_RUNS, _run_below_analysis)
     dynamo.register_backend(compiler.sky_backend, name="sky")
     backends = importlib.import_module("torch._dynamo.backends.registry")
     patching.registered(
@@ -177,6 +179,31 @@ def _keep_random_states() -> None:
             test="tests/tensor/torch_api/test_dynamo.py::test_a_checkpoint_draws_again_what_it_drew",
             when=When.DYNAMO,
         )
+
+
+def _run_without_mode(op: Callable[..., object], mode: object, *args: object, **kwargs: object) -> object:
+    return op(*args, **kwargs)
+
+
+def _run_below_analysis(module: ModuleType) -> None:
+    """Lets the first run of compiled code come to our kernels of higher-order ops.
+
+    Its mode that looks for aliases answers `NotImplemented` for any class of tensors, and PyTorch takes that for the
+    result. Of what the ops call, the mode sees nothing for other tensors either.
+    """
+    mode = getattr(module, "_AnalyzeCustomOpInputOutputMode", None)
+    if mode is None:
+        return
+    ops: list[Any] = [op for op in torch._ops._higher_order_ops.values() if RemoteTensor in op.python_key_table]
+    for op in ops:
+        op.py_impl(mode)(functools.partial(_run_without_mode, op))
+    patching.registered(
+        "kernels of `torch.cond` and its like, for the first run of compiled code",
+        lambda: [op.python_key_table.pop(mode, None) for op in ops],
+        why="PyTorch takes the `NotImplemented` of the mode that looks for aliases for the op's result",
+        test="tests/tensor/torch_api/test_dynamo.py::test_a_checkpoint_draws_again_what_it_drew",
+        when=When.DYNAMO,
+    )
 
 
 def _admit_to_flex_attention(module: object) -> None:

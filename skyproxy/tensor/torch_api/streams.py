@@ -264,21 +264,28 @@ class _DeviceSelectingType(type):
         if kwargs.get("device_type") == _PRIVATE_USE_1:
             return Stream(kwargs["device_index"], stream_id=kwargs["stream_id"])
         given = kwargs.get("device", args[0] if args else None)
-        if given is None and "device_type" not in kwargs:
-            given = torch._C._accelerator_getAccelerator()
-            if given is None:  # C++ would take our device, which is not in use
-                return plain(**{**kwargs, "device": torch.device("cpu")})  # type: ignore[unreachable]
-        if given is None or _type_of(given) != "sky":
+        if given is None and "device_type" in kwargs:
             return plain(*args, **kwargs)
-        rest = {name: value for name, value in kwargs.items() if name != "device"}
-        return Stream(given, **rest) if plain is _plain_stream else Event(device=given, **rest)
+        device = _find_device(given)
+        if device.type == "sky":
+            rest = {name: value for name, value in kwargs.items() if name != "device"}
+            return Stream(device, **rest) if plain is _plain_stream else Event(device=device, **rest)
+        if "device" in kwargs or not args:
+            return plain(*args, **{**kwargs, "device": device})
+        return plain(device, *args[1:], **kwargs)
 
 
-def _type_of(device: Any) -> str:
-    if not isinstance(device, int):
-        return torch.device(device).type
-    torch._C._accelerator_getDeviceIndex()  # raises PyTorch's error where there is no accelerator
-    return str(torch._C._accelerator_getAccelerator().type)
+def _find_device(device: Any) -> torch.device:
+    """Return a device with its type: C++ would take ours for a number, and for None, in use or not."""
+    if device is not None and not isinstance(device, int):
+        return torch.device(device)
+    accelerator: torch.device | None = torch._C._accelerator_getAccelerator()
+    if device is None:
+        return accelerator or torch.device("cpu")
+    if accelerator is None:
+        torch._C._accelerator_getDeviceIndex()  # raises PyTorch's error
+    assert accelerator is not None
+    return torch.device(accelerator.type, device)
 
 
 class StreamStandIn(_plain_stream, metaclass=_DeviceSelectingType):  # type: ignore[misc]  # noqa: D101

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import html
 import sys
+import types
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import _tensor_str
@@ -16,6 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from skyproxy import patching
 from skyproxy.errors import SELF_EXPLAINING
 from skyproxy.tensor.core.attributes import exchange_dicts, user_attributes
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor, adopt
 from skyproxy.tensor.core.torch_private import DisableTorchFunction, TensorBase
 from skyproxy.tensor.core.transfers import download
@@ -260,13 +262,34 @@ def exchange(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
 def _device_of_new(tensor: torch.Tensor, device: object) -> torch.device:
     """Return the device of a tensor where none is given, or one without a number: PyTorch would take the first one."""
     asked = torch.device(device) if device is not None else tensor.device  # type: ignore[call-overload]
-    return tensor.device if asked.type == tensor.device.type and asked.index is None else asked
+    if asked.type == tensor.device.type and asked.index is None:
+        return tensor.device
+    return torch.device("sky", DEVICES.current) if asked.type == "sky" and asked.index is None else asked
+
+
+class _OnItsDevice:
+    """`Tensor.new` or `Tensor.new_tensor`: PyTorch's own, and ours for tensors of `sky` that are not of our class.
+
+    Such are those that `torch.func` wraps, fake and functional ones. PyTorch makes their device the current one, and
+    asks C++ for its number, where ours is always the first. Other tensors have PyTorch's own method, whose warnings
+    name the line that calls it, and so has the class.
+    """
+
+    def __init__(self, plain: types.MethodDescriptorType, ours: Callable[..., torch.Tensor]) -> None:
+        self._plain, self._ours = plain, ours
+
+    def __get__(self, tensor: torch.Tensor | None, owner: type) -> Any:
+        if tensor is not None:
+            with DisableTorchFunction():  # no mode is to see the question
+                ours = DEVICES.current or tensor.device.type == "sky"
+            if ours:
+                return types.MethodType(self._ours, tensor)
+        return self._plain.__get__(tensor, owner)
 
 
 def _new_tensor(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    asked = kwargs.get("device")
-    kwargs["device"] = self.device if asked is None else _device_of_new(self, asked)
-    if args and isinstance(args[0], torch.Tensor):
+    kwargs["device"] = _device_of_new(self, kwargs.get("device"))
+    if args and isinstance(args[0], torch.Tensor) and not kwargs.get("pin_memory"):
         return copy_with_warning("tensor.new_tensor", self.dtype, *args, **kwargs)  # type: ignore[arg-type]
     return torch.Tensor.new_tensor(self, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -328,6 +351,14 @@ def install() -> None:
     RemoteTensor.__format__ = _format  # type: ignore[method-assign]
     RemoteTensor.new_tensor = _new_tensor  # type: ignore[method-assign,assignment]
     RemoteTensor.new = _new  # type: ignore[method-assign,assignment]
+    for name, ours in (("new", _new), ("new_tensor", _new_tensor)):
+        patching.wrap(
+            torch.Tensor,
+            name,
+            functools.partial(_OnItsDevice, ours=ours),
+            why="PyTorch takes the first device for that of a tensor that a transform or a fake mode wraps",
+            test="tests/tensor/torch_api/test_tensor_methods.py::test_a_wrapped_tensor_makes_others_where_it_is",
+        )
     RemoteTensor.tolist = _tolist  # type: ignore[method-assign,assignment]
     RemoteTensor.numpy = _numpy  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack__ = _no_dlpack  # type: ignore[method-assign,assignment]

@@ -47,6 +47,26 @@ def test_an_import_does_not_start_cuda_so_that_processes_forked_after_it_can() -
     assert subprocess.run([sys.executable, "-c", _IMPORTS], timeout=100, check=False).returncode == 0
 
 
+_BEFORE_ANY_DEVICE = """
+import torch
+known = torch._C._accelerator_getAccelerator
+torch._C._accelerator_getAccelerator = lambda: known() or torch.device("cuda")  # a build with CUDA, and without a GPU
+import skyproxy
+for ask in (torch.Stream, lambda: torch.Stream(0), lambda: torch.Stream(device=0, priority=0),
+            lambda: torch.Event(enable_timing=True).device, lambda: torch.Event(0).device, torch.ones(2).pin_memory):
+    try:
+        print(ask())
+    except Exception as error:
+        print("cuda" if "cuda" in str(error).lower() or "NVIDIA" in str(error) else repr(error))
+"""
+
+
+def test_streams_and_pinned_memory_are_of_this_machines_own_accelerator_before_the_first_device() -> None:
+    done = subprocess.run([sys.executable, "-c", _BEFORE_ANY_DEVICE], capture_output=True, text=True, timeout=100)
+    assert {line.partition(":")[0] for line in done.stdout.splitlines()} == {"cuda"}, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 6
+
+
 def test_with_cuda_pytorch_itself_says_what_is_pinned_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with warnings.catch_warnings():

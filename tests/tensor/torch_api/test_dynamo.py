@@ -41,14 +41,15 @@ def test_a_distribution_is_part_of_a_graph(sky: str) -> None:
     assert torch.equal(torch.compile(density, backend="eager", fullgraph=True)(x), density(x))
 
 
-def test_a_checkpoint_draws_again_what_it_drew(sky: str) -> None:
+@pytest.mark.parametrize("backend", ["sky", "aot_eager"])
+def test_a_checkpoint_draws_again_what_it_drew(backend: str, sky: str) -> None:
     x = torch.linspace(0, 1, 32, device=sky, requires_grad=True)
 
     def loss(x: torch.Tensor) -> Any:
         return checkpoint(lambda x: F.dropout(x.sin(), 0.5).square(), x, use_reentrant=False).sum()  # type: ignore[no-untyped-call]
 
     values = []
-    for function in (loss, torch.compile(loss, backend="sky", fullgraph=True)):
+    for function in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
         torch.manual_seed(0)
         values.append(torch.cat(torch.autograd.grad(function(x), x)).tolist())
         values.append(torch.rand(2, device=sky).tolist())

@@ -373,6 +373,42 @@ def test_a_new_tensor_is_where_the_old_one_is(name: str, sky_devices: tuple[str,
     assert (made.dtype, made.requires_grad) == (here.dtype, here.requires_grad)
 
 
+IN: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+    "a gradient": lambda f, x: torch.func.grad(lambda y: (y * f(y)).sum())(x),
+    "a tangent": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "functionalize": lambda f, x: torch.func.functionalize(f)(x),
+    "compiled code": lambda f, x: torch.compile(f, backend="aot_eager", fullgraph=True)(x),
+    "a fake mode": lambda f, x: torch.ones_like(x) if wrapped_in_fake(f, x) == x.device else None,
+}
+
+
+def wrapped_in_fake(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.device:
+    with torch._subclasses.FakeTensorMode() as mode:
+        return function(mode.from_tensor(x)).device
+
+
+def test_a_fake_tensor_is_refused_where_its_value_is_asked_for(sky1: str) -> None:
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(RuntimeError, match="no values: it is a fake one"):
+        torch.tensor([mode.from_tensor(torch.ones(2, device=sky1))[0]])
+
+
+@pytest.mark.parametrize("name", IN)
+def test_a_wrapped_tensor_makes_others_where_it_is(name: str, sky_devices: tuple[str, str]) -> None:
+    for make in (
+        lambda x: x * x.new_tensor([1.0, 2.0]),
+        lambda x: x * x.new_tensor(3.0),
+        lambda x: x * x.new([1.0, 2.0]),
+        lambda x: x * x.new(2).fill_(2),
+    ):
+        here = IN[name](make, torch.ones(2))
+        for device in sky_devices:
+            torch._dynamo.reset()
+            made = IN[name](make, torch.ones(2, device=device))
+            assert made.device == torch.device(device)
+            assert torch.equal(made.cpu(), here)
+
+
 def test_a_new_tensor_may_be_asked_for_elsewhere(sky_devices: tuple[str, str]) -> None:
     there = torch.ones(2, device=sky_devices[1])
     assert there.new_tensor([1], device=sky_devices[0]).device == torch.device(sky_devices[0])
