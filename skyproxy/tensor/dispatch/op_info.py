@@ -185,13 +185,15 @@ _FOLLOWED_FRESH = (
 _FOLLOWED = frozenset("aten::" + name for name in (*_FOLLOWED_IN_PLACE.split(), *_FOLLOWED_FRESH.split()))
 """Operations whose results are known where their operands are: never a view, and exact, see `known_results`."""
 _DERIVED_NAMES = (
-    "arange arange.start arange.start_step ones zeros full add.Tensor sub.Tensor rsub.Scalar mul.Tensor eq.Tensor "
+    "arange arange.start arange.start_step ones zeros add.Tensor sub.Tensor rsub.Scalar mul.Tensor eq.Tensor "
     "ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar "
     "logical_and logical_not logical_or bitwise_and.Tensor bitwise_not bitwise_or.Tensor all all.dim any any.dim cat "
     "clone _to_copy cumsum index.Tensor"
 )
 _DERIVED = frozenset("aten::" + name for name in _DERIVED_NAMES.split())
-"""Operations whose fresh results of whole numbers can be computed here, see `derived_copies`: exact on every device."""
+"""Operations whose fresh results of whole numbers can be computed here, see `derived_copies`: exact on every device.
+
+Without `full`: `generate` makes two a token, and nobody asks for what follows from them."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 _TAKE_WHOLE_NUMBERS = (

@@ -33,7 +33,9 @@ QUESTIONS: dict[str, Question] = {
     "packed": packed,
     "positions": lambda x: packed((torch.arange(4, device=x.device) + 2).unsqueeze(0).expand(2, -1)),
     "packed positions": lambda x: packed((torch.arange(4, device=x.device) // 2 * 0 + x[:1]).expand(2, -1)),
-    "made here": lambda x: torch.ones(2, 3, dtype=torch.long, device=x.device) + torch.full((3,), 7, device=x.device),
+    "made here": lambda x: (
+        torch.ones(2, 3, dtype=torch.long, device=x.device) + torch.zeros(3, dtype=torch.long, device=x.device)
+    ),
     "wrapped around": lambda x: x.to(torch.int8) * 127 + torch.arange(120, 124, dtype=torch.int8, device=x.device),
 }
 
