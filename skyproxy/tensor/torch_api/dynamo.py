@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from skyproxy import patching
+from skyproxy import patching, torch_versions
 from skyproxy.import_watcher import when_imported
 from skyproxy.patching import When
 from skyproxy.tensor.core.devices import DEVICES
@@ -192,7 +192,7 @@ def _run_below_analysis(module: ModuleType) -> None:
     result. Of what the ops call, the mode sees nothing for other tensors either.
     """
     mode = getattr(module, "_AnalyzeCustomOpInputOutputMode", None)
-    if mode is None:
+    if mode is None or torch_versions.minor(torch.__version__) < (2, 14):  # up to 2.13, the ops come to us all the same
         return
     ops: list[Any] = [op for op in torch._ops._higher_order_ops.values() if RemoteTensor in op.python_key_table]
     for op in ops:
