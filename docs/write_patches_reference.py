@@ -67,6 +67,12 @@ def _first_device() -> None:
     importlib.import_module("skyproxy.tensor.torch_api.global_modes").follow([])
 
 
+def _second_device() -> None:
+    before_second = importlib.import_module("skyproxy.tensor.core.devices").DEVICES.before_second
+    assert before_second is not None
+    before_second()
+
+
 def _other_device() -> None:
     before_other = importlib.import_module("skyproxy.tensor.core.devices").DEVICES.before_other
     assert before_other is not None
@@ -100,6 +106,7 @@ def _steps() -> Iterator[tuple[str, Callable[[], object]]]:
         lambda: [importlib.import_module(name) for name in ("safetensors.torch", "torch", "skyproxy.tensor")],
     )
     yield "FIRST_DEVICE", _first_device
+    yield "SECOND_DEVICE", _second_device
     yield "OTHER_DEVICE", _other_device
     yield "DYNAMO", lambda: importlib.import_module("torch._dynamo")
     yield "FLEX_ATTENTION", lambda: importlib.import_module("torch.nn.attention.flex_attention")

@@ -28,6 +28,7 @@ class When(StrEnum):
 
     IMPORT = "`torch` and `skyproxy` are both imported"
     FIRST_DEVICE = "the first `sky` device exists"
+    SECOND_DEVICE = "a second `sky` device exists"
     OTHER_DEVICE = "a program makes another device than `sky:0` the current one"
     DYNAMO = "`torch._dynamo` is imported, which `torch.compile` does"
     FLEX_ATTENTION = "`torch.nn.attention.flex_attention` is imported"

@@ -213,6 +213,8 @@ class Devices:
         """Called in this order before there are fresh devices, each time; each is here once."""
         self.on_new: Callable[[list[SkyDevice]], object] | None = None
         """Called with fresh devices; set by `skyproxy.tensor.torch_api.global_modes`."""
+        self.before_second: Callable[[], object] | None = None
+        """Called before there is another device than the first; set by `skyproxy.tensor.torch_api.tensor_methods`."""
         self.before_other: Callable[[], object] | None = None
         """Called before another device than the first is current; set by `skyproxy.tensor.torch_api.current_device`."""
 
@@ -226,6 +228,8 @@ class Devices:
             vacant = (index for index, device in enumerate(self._devices) if device.session.lost is not None)
             numbers = itertools.chain(list(vacant), itertools.count(len(self._devices)))
             fresh = [SkyDevice(index, session, row) for index, row in zip(numbers, session.welcome.devices)]
+            if self.before_second is not None and any(device.index for device in fresh):
+                self.before_second()
             for device in fresh:
                 self._devices[device.index : device.index + 1] = [device]
         if self.on_new is not None:

@@ -113,9 +113,10 @@ def _without_number(first: Meta, other: object) -> Meta | None:
 
 
 def _power(first: Meta, exponent: object) -> Meta | None:
-    if type(first) is Meta and first.plain and first.dtype is torch.bool and type(exponent) is bool:
-        # Kernels without values make integers of it.
-        return plain_meta(first.size, torch.bool, preserved_stride(first.size, first.stride))
+    if type(first) is Meta and first.plain and first.dtype is torch.bool and type(exponent) in (bool, *_KINDS):
+        # Kernels without values take another dtype for truth values, and one for a list of exponents of several types.
+        dtype = {bool: torch.bool, int: torch.int64}.get(type(exponent)) or torch.get_default_dtype()
+        return plain_meta(first.size, dtype, preserved_stride(first.size, first.stride))
     return _without_number(first, exponent)
 
 

@@ -338,6 +338,19 @@ def _new(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return torch.Tensor.new(self, *args, **kwargs)  # type: ignore[call-overload,no-any-return]
 
 
+def _install_for_a_second_device() -> None:
+    for name, ours in (("new", _new), ("new_tensor", _new_tensor)):
+        if not patching.is_replaced(torch.Tensor, name):
+            patching.wrap(
+                torch.Tensor,
+                name,
+                functools.partial(_OnItsDevice, ours=ours),
+                why="PyTorch takes the first device for that of a tensor that a transform or a fake mode wraps",
+                test="tests/tensor/torch_api/test_tensor_methods.py::test_a_wrapped_tensor_makes_others_where_it_is",
+                when=patching.When.SECOND_DEVICE,
+            )
+
+
 def install() -> None:
     """Gives remote tensors the methods above, and every tensor a `.data` that can move it to a worker.
 
@@ -351,14 +364,7 @@ def install() -> None:
     RemoteTensor.__format__ = _format  # type: ignore[method-assign]
     RemoteTensor.new_tensor = _new_tensor  # type: ignore[method-assign,assignment]
     RemoteTensor.new = _new  # type: ignore[method-assign,assignment]
-    for name, ours in (("new", _new), ("new_tensor", _new_tensor)):
-        patching.wrap(
-            torch.Tensor,
-            name,
-            functools.partial(_OnItsDevice, ours=ours),
-            why="PyTorch takes the first device for that of a tensor that a transform or a fake mode wraps",
-            test="tests/tensor/torch_api/test_tensor_methods.py::test_a_wrapped_tensor_makes_others_where_it_is",
-        )
+    DEVICES.before_second = _install_for_a_second_device
     RemoteTensor.tolist = _tolist  # type: ignore[method-assign,assignment]
     RemoteTensor.numpy = _numpy  # type: ignore[method-assign,assignment]
     RemoteTensor.__dlpack__ = _no_dlpack  # type: ignore[method-assign,assignment]
