@@ -23,7 +23,9 @@ _UNARY = (
 )
 _BINARY = "add sub mul div clamp_min clamp_max maximum minimum pow"
 _IN_PLACE_ANSWER: RuleAnswer = []
-_KINDS = {float: 1.0, int: 1}
+_KINDS = {float: 1.5, int: 2}
+"""Numbers that stand for all of their type; neither equals the other, nor a truth value."""
+_NUMBERS = frozenset({bool, *_KINDS})
 Answer = TypeVar("Answer")
 _Column = Callable[..., Meta | None]
 
@@ -43,7 +45,7 @@ def _decide_columns(decide: Callable[..., Answer | None], args: tuple[object, ..
             if length != -1:
                 return None
             length = len(a)
-        columns.append([_KINDS.get(type(item), item) for item in a] if length and type(a[0]) in _KINDS else a)
+        columns.append([_KINDS.get(type(item), item) for item in a] if length and type(a[0]) in _NUMBERS else a)
     if length < 1:
         return None
     answers: dict[object, Answer | None] = {}
@@ -113,7 +115,7 @@ def _without_number(first: Meta, other: object) -> Meta | None:
 
 
 def _power(first: Meta, exponent: object) -> Meta | None:
-    if type(first) is Meta and first.plain and first.dtype is torch.bool and type(exponent) in (bool, *_KINDS):
+    if type(first) is Meta and first.plain and first.dtype is torch.bool and type(exponent) in _NUMBERS:
         # Kernels without values take another dtype for truth values, and one for a list of exponents of several types.
         dtype = {bool: torch.bool, int: torch.int64}.get(type(exponent)) or torch.get_default_dtype()
         return plain_meta(first.size, dtype, preserved_stride(first.size, first.stride))
