@@ -95,7 +95,7 @@ def _load_library(name: str) -> None:
         return
     try:
         importlib.import_module(library)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # what is named so may be a script
         raise UnsupportedOpError(
             f"{name}: the worker cannot import {library} ({type(error).__name__}: {error!s:.300}). Install a version "
             f"there that fits its torch {torch.__version__}, or move the tensors first: x.cpu()"
@@ -115,4 +115,9 @@ def _missing_text(name: str) -> str:
 
 
 def _is_package(library: str) -> bool:
-    return library.isidentifier() and library not in _OF_PYTORCH and find_spec(library) is not None
+    if not library.isidentifier() or library in (*_OF_PYTORCH, "__main__"):
+        return False
+    try:
+        return find_spec(library) is not None
+    except ValueError:  # a module that no finder has found
+        return False
