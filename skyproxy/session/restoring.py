@@ -60,7 +60,7 @@ class NewSession(NamedTuple):
             except TimeoutError as error:
                 if time.monotonic() >= deadline or raised_by_handler(error):
                     raise
-            while (message := self.bulk.recv_ready()) is not None:
+            while time.monotonic() < deadline and (message := self.bulk.recv_ready()) is not None:
                 if isinstance(message, Pong) and LEAVING in message.load:
                     raise SessionLostError("The worker is gone: it is about to end")
                 if isinstance(message, Pong) and self._is_stalled(stalled, is_idle=not message.load.get("executing")):

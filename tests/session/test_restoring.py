@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,34 @@ def test_operations_that_an_idle_worker_never_answers_are_given_up(monkeypatch: 
         silent.close()
         answering.close()
         thread.join(20)
+
+
+class Babbler:
+    """A bulk connection whose worker says that it works, without end."""
+
+    bytes_received = 0
+
+    def recv_ready(self) -> Pong:
+        return Pong(0, {"executing": 1})
+
+    def post(self, message: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_worker_that_never_stops_answering_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "_PING_SECONDS", 0.01)
+    operations, silent = memory_transport_pair()
+    bulk: Any = Babbler()
+    opened = NewSession(operations, bulk, Welcome(1, "memory", {}, [], {}), silence_seconds=60.0)
+    try:
+        with pytest.raises(TimeoutError):
+            opened.recv(time.monotonic() + 0.05)
+    finally:
+        opened.close()
+        silent.close()
 
 
 @pytest.mark.parametrize(("reason", "most", "words"), [("killed", 5, "5 workers"), (KERNEL_FAILED, 1, "the worker")])
