@@ -10,6 +10,7 @@ import torch
 
 from skyproxy.errors import SessionLostError
 from skyproxy_server.control_channel import ControlChannel
+from skyproxy_server.functions import nursery as nursery_module
 from skyproxy_server.functions.events import OutgoingEvent
 from skyproxy_server.functions.isolated_process import IsolatedFunction, wait_for_gpus
 from skyproxy_server.functions.nursery import Nursery
@@ -28,7 +29,10 @@ def nursery() -> Iterator[Nursery]:
     made.session_ended(SESSION)
 
 
-def test_what_is_raised_before_the_function_begins_is_printed_where_its_caller_reads(nursery: Nursery) -> None:
+def test_what_is_raised_before_the_function_begins_is_printed_where_its_caller_reads(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nursery_module, "_END_SECONDS", 60.0)  # on a busy machine, it would be killed before it prints
     process = nursery.take(SESSION)
     try:
         process.channel.send({"head": 1, "files": 0})  # and no file
