@@ -92,7 +92,7 @@ def metadata(ours: list[torch.Tensor], theirs: list[torch.Tensor], apart: list[A
                 return f"grad's {found[0]}", f"grad of tensor {number}: {found[1]}"
     for number, (a, b) in enumerate(zip(ours, theirs)):
         shared = _sharing(theirs).count(_sharing(theirs)[number]) > 1
-        if shared and type(a.grad_fn).__name__ != _LINEAR and (a._base is None) is not (b._base is None):
+        if shared and (a._base is None) is not (b._base is None):
             return "base", f"tensor {number} {brief(b)} is {'no' if a._base is None else 'a'} view"
     if _sharing(ours) != _sharing(theirs):
         return "sharing", f"memory is shared as {_sharing(ours)} instead of {_sharing(theirs)}"

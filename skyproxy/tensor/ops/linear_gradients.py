@@ -28,7 +28,7 @@ def one_node(args: tuple[Any, ...]) -> object:
     """`aten::linear` with one node in the graph; None: it is to be divided.
 
     Where only one of input and weight requires gradients, the parts keep less for backward. And of what has gaps they
-    keep the copy without.
+    keep the copy without. Where the last of the parts is a view, so is what is returned.
 
     Args:
         args: remote tensors, nothing of which has tangents, modes or transforms; a bias may be left out, or None.
@@ -39,7 +39,8 @@ def one_node(args: tuple[Any, ...]) -> object:
         return None
     if not _is_usual(x._sky.meta, weight._sky.meta, None if bias is None else bias._sky.meta):
         return None
-    return _divided(DispatchKey.Autograd, *args)
+    result: torch.Tensor = _divided(DispatchKey.Autograd, *args)
+    return result if bias is None or result.dim() < 3 else result[...]
 
 
 @lru_cache(maxsize=4096)
