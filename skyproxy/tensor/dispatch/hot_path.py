@@ -141,7 +141,12 @@ def _record(
     info: OpInfo, func: OpOverload, types: Iterable[type] | None, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     """Record a call of any op, or run it by the dispatch of another class among its operands."""
-    result = record(info, func, args, kwargs)
+    try:
+        result = record(info, func, args, kwargs)
+    except Exception as error:
+        own = error.__traceback__
+        error.__traceback__ = own and own.tb_next  # users need not see this frame, too
+        raise
     return result if result is not NotImplemented else run_on_wrappers(func, types, args, kwargs)
 
 

@@ -174,7 +174,7 @@ def kind_of_worker(values: Iterable[object]) -> str:
     """The type of the device behind the first remote tensor among some arguments, "cuda" where there is none."""
     for value in values:
         if type(value) is RemoteTensor:
-            return str(value._sky.device.place[0])
+            return str(value._sky.device.row["type"])
         if isinstance(value, torch.Tensor):
             if value.device.type == "sky":
                 return str(DEVICES.of(value.device).row["type"])
