@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers.generation import utils
 
+from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from tests.integrations.language_models import make_model, placed, prompts
 
@@ -296,6 +297,7 @@ def test_eager_attention_is_noted_and_follows_what_a_program_replaces(
         return found
 
     expected = tokens(local)
+    DEVICES.of(sky1).replays.clear()  # other tests may have noted the same shapes
     with monkeypatch.context() as patched:
         watched = counted(vars(RemoteTensor)["__torch_dispatch__"].__func__)
         patched.setattr(RemoteTensor, "__torch_dispatch__", classmethod(watched))
