@@ -86,7 +86,7 @@ def _count(copy: HostCopy, copies: deque[HostCopy]) -> None:
         except IndexError:  # another thread has forgotten them all meanwhile
             return
         if not oldest.asked or (copies is not _uploaded and copies is not _derived):
-            oldest.values = None
+            oldest.values = oldest.later = None
 
 
 def keep(handle: Handle, values: bytes, *, asked: bool = False) -> HostCopy | None:
@@ -186,7 +186,7 @@ def forget_uploads() -> bool:
             while copies:
                 copy = copies.pop()
                 if not copy.asked:
-                    copy.values = None
+                    copy.values = copy.later = None
     return bool(_asked or _watched)
 
 
@@ -218,8 +218,9 @@ def number_of(handle: Handle) -> bool | int | float | None:
     if found is None or handle.device.session.lost is not None:
         return None
     copy, values = found
-    if copy.later is not None:
-        values = copy.later()
+    later = copy.later
+    if later is not None:
+        values = later()
     elif not copy.asked:
         _note_ask(copy)
     if copy.reads is None or values:
@@ -273,8 +274,8 @@ def values_of(handle: Handle) -> torch.Tensor | None:
     found = _current(handle)
     if found is None:
         return None
-    copy, values = found
-    return tensor_in(values if copy.later is None else copy.later(), handle.meta)
+    later = found[0].later
+    return tensor_in(found[1] if later is None else later(), handle.meta)
 
 
 def tensor_in(values: bytes, meta: Meta) -> torch.Tensor | None:

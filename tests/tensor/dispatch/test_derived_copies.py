@@ -118,3 +118,9 @@ def test_a_chain_ends(sky1: str) -> None:
     assert trips() == before + 1
     wide = torch.arange(40_000, device=sky1) + 1  # larger than what is kept
     assert wide[-1].item() == 40_000
+
+
+def test_what_is_kept_no_longer_holds_nothing_of_how_it_was_made(sky1: str) -> None:
+    made = [torch.arange(3, device=sky1) + 1 for _ in range(100)]
+    assert sum(tensor._sky.copy.later is not None for tensor in made) <= 64  # type: ignore[attr-defined]
+    assert all(tensor.tolist() == [1, 2, 3] for tensor in (made[0], made[-1]))
