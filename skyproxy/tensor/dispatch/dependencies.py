@@ -90,6 +90,8 @@ def reader_of(
     read.__defaults__, read.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     look_ups, functions = tuple(search.look_ups), tuple(search.functions)
     parts_of_class = attrgetter(*_OPERATORS, *[name for name in search.of_tensors if hasattr(RemoteTensor, name)])
+    if not all(map(_is_of_tensors, parts_of_class(RemoteTensor))):
+        return None
 
     def found(first: object) -> tuple[object, ...]:
         items = parts_of_class(RemoteTensor)
@@ -117,6 +119,13 @@ def _has_plain_attributes(kind: type) -> bool:
 def _is_plain(kind: type | None, name: str) -> bool:
     """Return whether nothing runs where this attribute is read."""
     return not hasattr(type(inspect.getattr_static(kind, name, None)), "__get__")
+
+
+def _is_of_tensors(part: object) -> bool:
+    """Return whether an attribute of tensors is PyTorch's or ours, and no program's."""
+    if isinstance(part, FunctionType):
+        return _is_of(part, "torch") or _is_of(part, "skyproxy")
+    return type(part).__module__.partition(".")[0] in ("builtins", "skyproxy")
 
 
 def _parameters_of(function: FunctionType) -> str:

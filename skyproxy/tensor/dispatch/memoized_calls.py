@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skyproxy.interrupts import raised_by_handler, shielded
+from skyproxy.patching import PATCHES
 from skyproxy.protocol import commands
 from skyproxy.session.recorder import Recorder
 from skyproxy.tensor.core.devices import SkyDevice
@@ -350,7 +351,7 @@ def memoized(function: Callable[..., Any], package: str, *, takes_module: bool) 
         takes_module: whether there is a module.
     """
     calls = MemoizedCall()
-    readers: dict[type | None, tuple[Reader, tuple[object, ...]] | None] = {}
+    readers: dict[tuple[type | None, int], tuple[Reader, tuple[object, ...]] | None] = {}
     first = 1 if takes_module else 0
 
     @functools.wraps(function)
@@ -360,9 +361,10 @@ def memoized(function: Callable[..., Any], package: str, *, takes_module: bool) 
         if torch.is_grad_enabled() or len(args) <= first or type(args[first]) is not RemoteTensor:
             return function(*args, **kwargs)
         kind = type(args[0]) if takes_module else None
-        if kind not in readers:
-            readers[kind] = reader_of(function, package, kind)
-        reader = readers[kind]
+        known = (kind, len(PATCHES))  # what we have replaced since, such as `Tensor.to`, is no program's doing
+        if known not in readers:
+            readers[known] = reader_of(function, package, kind)
+        reader = readers[known]
         if reader is None:
             return function(*args, **kwargs)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import skyproxy
+from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.dispatch.memoized_calls import MemoizedCall, _compile, memoized
@@ -453,6 +455,33 @@ def test_what_a_program_replaces_meanwhile_is_used(sky: str, monkeypatch: pytest
                 assert torch.equal(recorded(module, x), Scale.forward(module, x))
                 assert not torch.equal(recorded(module, x), plain)
         assert torch.equal(recorded(module, x), plain)
+
+
+def test_what_a_program_has_replaced_before_is_used_each_time(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    power, seen = torch.Tensor.pow, []
+    monkeypatch.setattr(torch.Tensor, "pow", lambda v, n: [seen.append(n), power(v, n)][1])
+    noted = memoized(Scale.forward, __name__.partition(".")[0], takes_module=True)
+    module, x = Scale(1e-6).to(sky), torch.randn(2, 8).to(sky)
+    with torch.no_grad():
+        for _ in range(OFTEN):
+            noted(module, x)
+    assert len(seen) == OFTEN
+
+
+def test_what_skyproxy_itself_replaces_later_takes_no_notes_away(sky: str) -> None:
+    module, x = Scale(1e-6).to(sky), torch.randn(2, 8).to(sky)
+    with torch.no_grad():
+        plain = recorded(module, x)
+    code = (lambda v, n: power(v, n)).__code__  # type: ignore[name-defined]  # noqa: F821
+    made_by_us = FunctionType(code, {"__name__": "skyproxy.tests", "power": torch.Tensor.pow})
+    patch = patching.replace(torch.Tensor, "pow", made_by_us, why="a test", test=__name__)
+    try:
+        with torch.no_grad():
+            for _ in range(OFTEN):
+                assert torch.equal(recorded(module, x), plain)
+        assert is_noted(lambda: recorded(module, x))
+    finally:
+        patching.undo(patch)
 
 
 def test_tangents_are_not_lost(sky: str) -> None:
