@@ -247,11 +247,21 @@ def test_a_unet_trains_as_on_the_cpu(batch: int, sky1: str) -> None:
         assert torch.equal(results[1][1][name], expected), name
 
 
-SCHEDULERS = {"DDPM": 0, "DDIM": 0, "DDIMInverse": 0, "PNDM": 0, "EulerDiscrete": 2, "HeunDiscrete": 2, "LCM": 2}
-"""Round trips of ten steps together: some look up once where they begin."""
+WITHOUT_WAITS = (
+    "DDPM",
+    "DDIM",
+    "DDIMInverse",
+    "PNDM",
+    "EulerDiscrete",
+    "HeunDiscrete",
+    "LCM",
+    "LMSDiscrete",
+    "DEISMultistep",
+)
+WITHOUT_WAITS += ("DPMSolverMultistep", "DPMSolverSinglestep", "EulerAncestralDiscrete")
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", WITHOUT_WAITS)
 def test_schedulers_wait_for_no_time_step(name: str, sky: str) -> None:
     scheduler = getattr(diffusers, f"{name}Scheduler")()
     scheduler.set_timesteps(10, device=sky)
@@ -260,4 +270,4 @@ def test_schedulers_wait_for_no_time_step(name: str, sky: str) -> None:
     for t in scheduler.timesteps:
         output = scheduler.scale_model_input(x, t) * 0.1 + t.expand(1, 1, 1, 1) * 0
         x = scheduler.step(output, t, x).prev_sample
-    assert torch.sky.stats()["round_trips"] - before <= SCHEDULERS[name]
+    assert torch.sky.stats()["round_trips"] == before

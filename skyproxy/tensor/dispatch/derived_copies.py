@@ -1,10 +1,11 @@
 """Small tensors of whole numbers that follow from what is known here: computed here, too, where somebody asks.
 
 Models count positions with `arange`, add to them, compare them, and ask whether all is as usual: is a batch packed, is
-its end padding? What they ask follows from sizes, and from tokens that were just uploaded. So the results of the
-operations below keep how they were made, as long as the bytes of all operands are known (`core.host_copies`). Nothing
-is computed before somebody asks, and what it is computed of is what the operands held then: later writes to them do not
-matter, and a write to the result forgets it, as it forgets what was uploaded.
+its end padding? Schedulers look up which of their time steps, which are fractions, comes next. What they ask follows
+from sizes, and from numbers that were just uploaded. So the results of the operations below keep how they were made, as
+long as the bytes of all operands are known (`core.host_copies`). Nothing is computed before somebody asks, and what it
+is computed of is what the operands held then: later writes to them do not matter, and a write to the result forgets it,
+as it forgets what was uploaded.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 """Dtypes in which the operations that are derived here are exact on every device."""
+_FRACTIONS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
+"""Dtypes of what may be compared, and integers of their size. Other operations have other last bits elsewhere."""
+_COMPARISONS = frozenset(
+    f"aten::{name}.{kind}" for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
+)
 _MOST_STEPS = 16
 """Operations between what is known and what is derived of it: a mask that grows with each token has ever more."""
 _CONSTANTS = (int, bool, torch.dtype, type(None))  # no fractions: what they make depends on the default dtype
@@ -58,7 +64,17 @@ class _Operand:
         found = tensor_in(values, self.meta)
         if found is None:
             raise RuntimeError("an operand is not known")
+        if found.dtype in _FRACTIONS and _has_subnormal_numbers(found):
+            raise RuntimeError("whether an operand is zero depends on a mode of the worker")
         return found
+
+
+def _has_subnormal_numbers(values: torch.Tensor) -> bool:
+    """Return whether there are any, by their bits: a mode of this thread may have the processor take them for zeros."""
+    whole = _FRACTIONS[values.dtype]
+    magnitudes = values.view(whole) & torch.iinfo(whole).max
+    least = torch.tensor(torch.finfo(values.dtype).tiny, dtype=values.dtype, device="cpu").view(whole)
+    return bool(((magnitudes > 0) & (magnitudes < least)).any())
 
 
 class _Derived:
@@ -143,7 +159,9 @@ def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | Non
         kind = type(a)
         if kind is RemoteTensor:
             operand = a._sky
-            source = source_of(operand) if operand.meta.dtype in WHOLE else None
+            dtype = operand.meta.dtype
+            is_exact = dtype in WHOLE or (dtype in _FRACTIONS and info.name in _COMPARISONS)
+            source = source_of(operand) if is_exact else None
             if source is None:
                 raise LookupError
             if type(source) is _Derived:

@@ -73,6 +73,7 @@ def test_arguments_attributes_and_names_are_read_at_each_call(monkeypatch: pytes
             patched.setattr(owner, name, doubled)
             assert read(module, query, None, 0.5)[1] != usual, name
             assert reader_of(attend, "elsewhere", Module) is None  # `doubled` may do anything there
+            assert owner is not torch.Tensor or reader_of(attend, PACKAGE, Module) is None  # and is a program's
     for function in (attend, doubled):
         for name, part in (("__code__", prints.__code__), ("__defaults__", (0.5,)), ("__kwdefaults__", {"x": 1})):
             with monkeypatch.context() as patched:

@@ -50,6 +50,33 @@ def test_what_follows_from_uploads_and_sizes_needs_no_wait(name: str, sky1: str)
     assert there.tolist() == expected.double().tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_where_a_fraction_is_among_uploaded_ones_needs_no_wait(dtype: torch.dtype, sky1: str) -> None:
+    times = torch.tensor([999.0, 666.5, 333.25, float("nan"), -0.0, float("inf"), 0.0], dtype=dtype)
+    there = times.to(sky1)
+
+    def look_up(times: torch.Tensor) -> list[object]:
+        found: list[object] = [(times == times[place]).nonzero().flatten().tolist() for place in (0, 1, 2, 4, 5)]
+        return [*found, (times[1:] <= times[:-1]).tolist(), (times != times).nonzero().item(), (times > 333).tolist()]
+
+    waits(lambda: look_up(there), look_up(times))
+    there[0] = 333.25
+    assert (there == there[2]).nonzero().flatten().tolist() == [0, 2]
+
+
+def test_whether_a_subnormal_number_is_zero_says_the_worker(sky1: str) -> None:
+    values = torch.tensor([1e-40, 0.0, 1.0])
+    there = values.to(sky1)
+    before = trips()
+    assert (there == 0).tolist() == [False, True, False]
+    assert trips() > before
+    torch.set_flush_denormal(True)
+    try:
+        assert (there == 0).tolist() == (values == 0).tolist()
+    finally:
+        torch.set_flush_denormal(False)
+
+
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "in place": lambda x: x.add_(1),
     "an element": lambda x: x.__setitem__(0, 9),

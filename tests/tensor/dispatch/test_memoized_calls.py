@@ -457,29 +457,13 @@ def test_what_a_program_replaces_meanwhile_is_used(sky: str, monkeypatch: pytest
         assert torch.equal(recorded(module, x), plain)
 
 
-def test_what_a_program_has_replaced_before_is_used_each_time(sky: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    power, seen = torch.Tensor.pow, []
-    monkeypatch.setattr(torch.Tensor, "pow", lambda v, n: [seen.append(n), power(v, n)][1])
-    noted = memoized(Scale.forward, __name__.partition(".")[0], takes_module=True)
-    module, x = Scale(1e-6).to(sky), torch.randn(2, 8).to(sky)
-    with torch.no_grad():
-        for _ in range(OFTEN):
-            noted(module, x)
-    assert len(seen) == OFTEN
-
-
 def test_what_skyproxy_itself_replaces_later_takes_no_notes_away(sky: str) -> None:
     module, x = Scale(1e-6).to(sky), torch.randn(2, 8).to(sky)
-    with torch.no_grad():
-        plain = recorded(module, x)
     code = (lambda v, n: power(v, n)).__code__  # type: ignore[name-defined]  # noqa: F821
-    made_by_us = FunctionType(code, {"__name__": "skyproxy.tests", "power": torch.Tensor.pow})
-    patch = patching.replace(torch.Tensor, "pow", made_by_us, why="a test", test=__name__)
+    ours = FunctionType(code, {"__name__": "skyproxy.tests", "power": torch.Tensor.pow})
+    patch = patching.replace(torch.Tensor, "pow", ours, why="a test", test=__name__)
     try:
-        with torch.no_grad():
-            for _ in range(OFTEN):
-                assert torch.equal(recorded(module, x), plain)
-        assert is_noted(lambda: recorded(module, x))
+        assert [is_noted(lambda: recorded(module, x)) for _ in range(OFTEN)][-1]
     finally:
         patching.undo(patch)
 
