@@ -18,6 +18,7 @@ from skyproxy.tensor.shapes.selections import fresh, plain
 from skyproxy.torch_codec import contiguous_stride
 
 COMPLEX = frozenset({torch.complex64, torch.complex128})
+_GROUPED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 Ints = tuple[int, ...]
 
 # --- Fourier transforms ----------------------------------------------------------------------------------------------
@@ -288,6 +289,43 @@ def _pseudoinverse(a: Meta, *, atol: object = None, rtol: object = None, hermiti
     fits = are_matrices(a) and all(type(t) is Meta and not t.size and not t.dtype.is_complex for t in given)
     fits = fits and (not hermitian or a.size[-1] == a.size[-2])
     return [fresh((*a.size[:-2], a.size[-1], a.size[-2]), a.dtype)] if fits else None
+
+
+@rule("_grouped_mm")
+def _grouped_product(
+    a: Meta, b: Meta, offsets: Meta | None = None, bias: object = None, out_dtype: object = None
+) -> RuleResult:
+    """Products of groups of rows or columns; lines of the result begin at multiples of 16 bytes."""
+    fits = _have_aligned_lines(a, b) and a.dtype is b.dtype and a.dtype in _GROUPED and a.size[-1] == b.size[-2]
+    if not fits or bias is not None or out_dtype not in (None, a.dtype):
+        return None
+    groups = [t.size[:1] for t in (a, b) if len(t.size) == 3]
+    if offsets is not None:
+        if not plain(offsets) or offsets.dtype is not torch.int32 or len(offsets.size) != 1 or len(groups) == 2:
+            return None
+        groups.append(offsets.size)
+    elif len(groups) < 2:
+        return None
+    if groups[0] != groups[-1]:
+        return None
+    step = 16 // a.dtype.itemsize
+    width = (b.size[-1] + step - 1) // step * step
+    rows, columns = a.size[-2], b.size[-1]
+    if len(a.size) != len(b.size):
+        return [(plain_meta((rows, columns), a.dtype, (width, 1)), None)]
+    return [(plain_meta((*groups[0], rows, columns), a.dtype, (rows * width, width, 1)), None)]
+
+
+def _have_aligned_lines(*tensors: Meta) -> bool:
+    """Return whether these are matrices, or batches of them, whose rows or columns begin at multiples of 16 bytes."""
+    for t in tensors:
+        if not plain(t) or len(t.size) not in (2, 3):
+            return False
+        (rows, columns), (down, along) = t.size[-2:], t.stride[-2:]
+        line = along if down == 1 and along >= rows else down if along == 1 and down >= columns else 0
+        if not line or line * t.dtype.itemsize % 16 or t.offset * t.dtype.itemsize % 16:
+            return False
+    return True
 
 
 @rule("linalg_cross")

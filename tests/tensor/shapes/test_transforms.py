@@ -85,6 +85,25 @@ def test_a_result_looks_as_pytorch_makes_it(case: str, dtype: torch.dtype) -> No
     assert answered >= 12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_products_of_groups_look_as_pytorch_makes_them(dtype: torch.dtype) -> None:
+    chosen, answered = random.Random(7), 0
+    for _ in range(2000):
+        length, rows, columns, groups = (chosen.choice(sizes) for sizes in ((16, 8, 5), (8, 1, 5), (8, 10, 16), (3, 1)))
+
+        def operand(*size: int, groups: int = groups) -> torch.Tensor:
+            x = torch.ones(*[groups][: chosen.randint(0, 1)], *size, dtype=dtype)
+            x = x.mT.contiguous().mT if chosen.random() < 0.4 else x
+            return x if chosen.random() < 0.8 else torch.ones(x.numel() + 4, dtype=dtype)[4:].view(x.shape)
+
+        offsets = [None, torch.ones(chosen.choice((groups, groups, 2)), dtype=torch.int32)][chosen.random() < 0.7]
+        args = (operand(rows, length), operand(chosen.choice((length, length, 4)), columns), offsets)
+        options = chosen.choice(({}, {}, {"out_dtype": torch.float32}, {"bias": torch.ones(columns, dtype=dtype)}))
+        assert mismatch("_grouped_mm", args, options) is None
+        answered += answer_of("_grouped_mm", args, options) is not None
+    assert (answered >= 100) is (dtype is not torch.float64)
+
+
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_a_cross_product_looks_as_pytorch_makes_it(dim: int) -> None:
     for x in (torch.ones(3, 3, 3), torch.ones(3, 3, 3).transpose(0, 2), torch.ones(3, 3).expand(3, 3, 3)):
