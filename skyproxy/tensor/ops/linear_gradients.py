@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from skyproxy import torch_versions
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.torch_private import DispatchKey
 from skyproxy.tensor.dispatch.memoized_calls import MemoizedCall
@@ -22,6 +23,8 @@ _calls = MemoizedCall(follows_caller=True)
 _Mask = tuple[bool, bool, bool]
 _divided = aten.linear.default._op_dk
 _records_graphs = torch.is_grad_enabled
+# The last of the parts of a layer with a bias is `aten::view`, and from 2.15 on `aten::_unsafe_view`.
+_ENDS_IN_VIEW = torch_versions.minor(torch.__version__) < (2, 15)
 
 
 def one_node(args: tuple[Any, ...]) -> object:
@@ -40,7 +43,7 @@ def one_node(args: tuple[Any, ...]) -> object:
     if not _is_usual(x._sky.meta, weight._sky.meta, None if bias is None else bias._sky.meta):
         return None
     result: torch.Tensor = _divided(DispatchKey.Autograd, *args)
-    return result if bias is None or result.dim() < 3 else result[...]
+    return result[...] if _ENDS_IN_VIEW and bias is not None and result.dim() > 2 else result
 
 
 @lru_cache(maxsize=4096)

@@ -68,12 +68,14 @@ def test_a_layer_is_one_operation_and_one_node_where_input_and_weight_are_differ
     y = F.linear(x[0], weight, bias)
     assert torch.sky.stats()["ops"] == before + 2  # one is for what is taken of the batch
     assert type(y.grad_fn).__name__ == "LinearBackward0"
+    is_view = F.linear(*_layer("cpu", 2, 3, 5))._is_view()  # where its last part is, which is so up to torch 2.14
     before = torch.sky.stats()["ops"]
     y = F.linear(x, weight, bias)
-    assert torch.sky.stats()["ops"] == before + 2  # where its last part is a view, so is the result
-    assert y._is_view()
-    assert y.grad_fn is not None
-    y = y._base
+    assert torch.sky.stats()["ops"] == before + 1 + is_view
+    assert y._is_view() == is_view
+    if is_view:
+        assert y._base is not None
+        y = y._base
     assert y.grad_fn is not None
     assert [node and type(node).__name__ for node, _ in y.grad_fn.next_functions] == ["AccumulateGrad"] * 3
     # What keeps less for backward if divided is divided, as are those that keep a copy without gaps.
