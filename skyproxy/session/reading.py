@@ -67,9 +67,10 @@ class ConnectionReader:
 
     def receive(self) -> bool:
         """As `Receiver.receive`."""
-        message = self._link().recv_ready()
+        link = self._link()
+        message = link.recv_ready()
         if message is None:
-            return False
+            return link.is_behind
         try:
             self._take(message)
         except Exception as error:

@@ -51,6 +51,10 @@ class Reconnecting(Transport):
         return self._link.recv_ready()
 
     @property
+    def is_behind(self) -> bool:
+        return self._link.is_behind
+
+    @property
     def may_have_more(self) -> bool:
         return self._link.may_have_more
 

@@ -61,6 +61,11 @@ class Transport(Protocol):
             return None
 
     @property
+    def is_behind(self) -> bool:
+        """True if `recv_ready` gave nothing because it had read for long enough, and not because nothing is there."""
+        return False
+
+    @property
     def may_have_more(self) -> bool:
         """True if `recv_ready` may give a message of which the socket itself tells nothing: it was read already."""
         return True

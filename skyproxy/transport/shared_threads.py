@@ -29,6 +29,7 @@ _TICK_SECONDS = 0.05
 """The time that jobs wait for helpers that are all in something that takes long, until there is one more."""
 _IDLE_SECONDS = 5.0
 _TURN_MESSAGES = 32
+_TURN_SECONDS = 0.02
 """Of one connection, until it is another one's turn."""
 
 T = TypeVar("T")
@@ -181,10 +182,13 @@ class SharedThreads:
             self._forget(descriptor)
             return
         self._unread.pop(descriptor, None)
+        end = time.monotonic() + _TURN_SECONDS
         try:
             for _ in range(_TURN_MESSAGES):
                 if not receiver.receive():
                     return
+                if time.monotonic() > end:
+                    break
         except Exception:
             self._let_go(descriptor, receiver)
             return

@@ -52,6 +52,9 @@ class _Frame(NamedTuple):
     key: bytes
 
 
+_NOTHINGS_AT_ONCE = 1_000
+"""Control frames and empty fragments, which a peer may send without end."""
+
 Steps = Generator[memoryview | Message, int, None]
 Reading = Generator[memoryview | Message, int, bool]
 """Steps that tell at their end whether the WebSocket is still open."""
@@ -60,8 +63,9 @@ Reading = Generator[memoryview | Message, int, bool]
 class MessageReader:
     """Turns the bytes of one direction of a WebSocket into messages.
 
-    `steps()` yields memory to be filled, and is sent how much of it was; or it yields a message. It ends when the peer
-    closes the WebSocket. Between any two steps the caller may take as long as it likes.
+    `steps()` yields memory to be filled, and is sent how much of it was; or it yields a message. Among many frames of
+    which no message comes it yields empty memory, which nothing is received for: the caller may have no time for more
+    of them. It ends when the peer closes the WebSocket. Between any two steps the caller may take as long as it likes.
 
     Attributes:
         sink: where payloads go; see `transport.base`.
@@ -95,7 +99,7 @@ class MessageReader:
         self._on_control = on_control
         self._buffer = bytearray(max(_BUFFER_BYTES, len(received)))
         self._view = memoryview(self._buffer)
-        self._start = 0
+        self._start = self._nothings = 0
         self._end = len(received)
         self._buffer[: len(received)] = received
         # The data frame that is being read.
@@ -188,7 +192,14 @@ class MessageReader:
             yield from self._fill(frame.size)
         payload = self._take(frame)
         self._on_control(frame.opcode, bytes(payload))
+        yield from self._pause()
         return frame.opcode != CLOSE
+
+    def _pause(self) -> Steps:
+        """Yields empty memory once for many frames of which no message came."""
+        self._nothings += 1
+        if self._nothings % _NOTHINGS_AT_ONCE == 0:
+            yield self._view[:0]
 
     def _take(self, frame: _Frame) -> memoryview:
         """The whole payload of a frame that is in the buffer."""
@@ -286,6 +297,8 @@ class MessageReader:
                 raise ProtocolError("A WebSocket message begins inside another one.")
             else:
                 self._frame, self._left = frame, frame.size
+                if not frame.size:
+                    yield from self._pause()
                 return True
 
 

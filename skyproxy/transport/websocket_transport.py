@@ -34,6 +34,8 @@ _MOST_WAITING_FRAMES = 100_000
 _REASON_BYTES = 512
 _LATE_READS = 4
 """Reads of what is there already when the time is up: with more, a peer that pings without end is waited for."""
+_READY_READS = 16
+"""The same of `recv_ready`: then it is another connection's turn."""
 _RETIRE_SECONDS = 0.5
 _CUT_SECONDS = 20.0
 """The time that a thread may take to leave a stream that was shut down under it: nothing, but machines are busy."""
@@ -84,6 +86,7 @@ class WebSocketTransport(Transport):
         )
         self._steps = self._reader.steps()
         self._target: memoryview | None = None
+        self._is_behind = False
         self._left: Exception | Goodbye | None = None
         # Held by whoever reads; re-entrant, because the reader itself closes a connection whose peer breaks the rules.
         self._reading = threading.RLock()
@@ -229,6 +232,10 @@ class WebSocketTransport(Transport):
         return message
 
     @property
+    def is_behind(self) -> bool:
+        return self._is_behind
+
+    @property
     def may_have_more(self) -> bool:
         return not (self._stream.keeps_nothing and self._reader.is_empty)
 
@@ -244,17 +251,18 @@ class WebSocketTransport(Transport):
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         steps, receive = self._steps, self._stream.recv_into
         target, late_reads = self._target, 0
+        most_late_reads = _LATE_READS if timeout_seconds else _READY_READS
         while True:
             if target is None:
                 item = next(steps, None)
             else:
                 left = None if deadline is None else remaining(deadline)
-                if left == 0.0 and timeout_seconds:
-                    late_reads += 1
-                count = receive(target, left) if late_reads <= _LATE_READS else -1
+                late_reads += left == 0.0
+                self._is_behind = late_reads > most_late_reads
+                count = -1 if self._is_behind else receive(target, left) if target else 0
                 if count < 0:
                     return None
-                if count == 0:
+                if count == 0 and target:
                     raise ConnectionResetError("the connection was closed")
                 self._bytes_received += count
                 self._target = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -12,9 +13,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from skyproxy.errors import ProtocolError, SessionLostError
-from skyproxy.protocol.messages import Ack, Batch, Goodbye, Message, Reply, RequestId, Sequence
+from skyproxy.protocol.messages import CLIENT, Ack, Batch, Goodbye, Message, Reply, RequestId, Sequence
+from skyproxy.session.reading import ConnectionReader
+from skyproxy.settings import Settings
+from skyproxy.transport import websocket_frames as ws
 from skyproxy.transport.shared_threads import Lane, SharedThreads, shared_threads
 from skyproxy.transport.stream import PlainStream
+from skyproxy.transport.websocket_transport import WebSocketTransport
 from tests.integration.programs import wait_for
 
 pytestmark = [
@@ -284,6 +289,52 @@ def test_a_broken_rule_is_told_by_recv(make_pair) -> None:
         until(client.recv_ready)
     with pytest.raises(ProtocolError):
         client.recv(5)
+
+
+@pytest.mark.parametrize(("start", "piece"), [(b"", ws.frame_header(ws.PING, 0)), (b"\x02\x00", b"\x00\x00")])
+def test_a_peer_that_sends_nothings_without_end_holds_up_no_other_connection(
+    threads: SharedThreads, listening: list[Listening], start: bytes, piece: bytes
+) -> None:
+    ours, theirs = socket.socketpair()
+    client = WebSocketTransport(PlainStream(ours), CLIENT, Settings(close_timeout_seconds=0.2))
+    turns: list[bool] = []
+
+    class Reader(ConnectionReader):
+        def receive(self) -> bool:
+            turns.append(super().receive())
+            return turns[-1]
+
+    heard: list[Message] = []
+    over = threading.Event()
+    reader = Reader(lambda: client, heard.append, lambda error: False, over.is_set)
+    begun = threading.Event()
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):
+            theirs.sendall(start)
+            while True:
+                theirs.sendall(piece * 5_000)
+                begun.set()
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    try:
+        assert begun.wait(PATIENCE_SECONDS)
+        reader.share(threads)
+        wait_for(lambda: turns, "a turn of it")
+        for one in listening:
+            one.theirs.sendall(b".")
+        for one in listening:
+            assert one.has_heard.wait(PATIENCE_SECONDS)
+        assert flooding.is_alive()
+        assert not heard
+        assert turns[0] is True, "there is more of them"
+    finally:
+        over.set()
+        theirs.shutdown(socket.SHUT_RDWR)
+        flooding.join(PATIENCE_SECONDS)
+        theirs.close()
+        client.close()
 
 
 def test_a_transport_that_shares_threads_has_none(make_pair) -> None:
