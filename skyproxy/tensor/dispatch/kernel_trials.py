@@ -96,6 +96,20 @@ def takes_dtypes(
     return True
 
 
+def may_refuse_sign(info: OpInfo, args: Iterable[object]) -> bool:
+    """Return whether the kernel may refuse a number for its sign, which the key of a call does not have.
+
+    Args:
+        info: the operation.
+        args: its arguments, with looks in the place of tensors.
+    """
+    return info.name in _OF_ORDERS and any(0 in look.size for look in _looks(args))
+
+
+_OF_ORDERS = frozenset({"aten::_foreach_norm.Scalar", "aten::linalg_vector_norm", "aten::norm.ScalarOpt_dim"})
+"""Norms: of no elements there is none whose order is below zero."""
+
+
 def _remember(key: tuple[object, ...]) -> None:
     if len(_taken) >= _MOST_KINDS:
         _taken.clear()
@@ -120,8 +134,8 @@ def _are_usual(items: Iterable[object]) -> bool:
                 found = a.dtype  # type: ignore[attr-defined]
         elif kind is str or kind is complex or ((kind is float or kind is int) and is_huge(a)):  # type: ignore[arg-type]
             return False
-        elif (kind is list or kind is tuple) and a and type(a[0]) is not int:  # type: ignore[index]
-            if complex in map(type, a) or (type(a[0]) is float and any(map(is_huge, a))):  # type: ignore[index,call-overload]
+        elif kind is list or kind is tuple:
+            if any(type(n) is complex or (type(n) is float and is_huge(n)) for n in a):  # type: ignore[attr-defined]
                 return False
             for look in _looks(a):  # type: ignore[arg-type]
                 if look.dtype is not found:
@@ -165,7 +179,7 @@ def _different_places(args: Sequence[object]) -> list[object]:
     columns = [a for a in args if type(a) in (list, tuple)]
     places: dict[tuple[object, ...], int] = {}
     for place, items in enumerate(zip(*columns, strict=False)):
-        kind = tuple((a.dtype, not a.size) if isinstance(a, Meta) else key_of(a) for a in items)
+        kind = tuple((a.dtype, not a.size, 0 in a.size) if isinstance(a, Meta) else key_of(a) for a in items)
         places.setdefault(kind, place)
 
     def reduced(a: Any) -> object:

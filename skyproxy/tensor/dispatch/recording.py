@@ -30,7 +30,7 @@ from skyproxy.tensor.dispatch.binding import SYMBOLS, BoundCall, number_of_signa
 from skyproxy.tensor.dispatch.capture import check_reshaped, is_capturing
 from skyproxy.tensor.dispatch.derived_copies import derive
 from skyproxy.tensor.dispatch.entries import Entry, Output, expectation, written_tensors
-from skyproxy.tensor.dispatch.kernel_trials import takes_dtypes
+from skyproxy.tensor.dispatch.kernel_trials import may_refuse_sign, takes_dtypes
 from skyproxy.tensor.dispatch.mixed_devices import MixedDevicesError, example_on, make_elsewhere, run_across_devices
 from skyproxy.tensor.dispatch.op_info import NUMBER, SCALAR, TENSORS, OpInfo, info_of
 from skyproxy.tensor.dispatch.overlaps import may_overlap, overlaps
@@ -131,7 +131,8 @@ def run(call: BoundCall) -> Any:
             entry.guard()
         if call.info.name == _REACHING:
             entry.simple = False  # of memory, which is looked at each time, the key says nothing
-        device.remember(key, entry)
+        if not may_refuse_sign(call.info, looks):
+            device.remember(key, entry)
         expected = bool(entry.made)
     if call.info.writes and overlaps(call.info, call.args, call.kwargs) and not is_capturing():
         return ask(call)  # most kernels refuse that

@@ -35,6 +35,7 @@ _plain: dict[OpInfo, OpOverload] = {}
     "aten::elu_backward",
     "aten::exponential_",
     "aten::geometric_",
+    "aten::histc",
     "aten::huber_loss",
     "aten::leaky_relu_backward",
     "aten::log_normal_",
@@ -44,6 +45,7 @@ _plain: dict[OpInfo, OpOverload] = {}
     "aten::normal_",
     "aten::renorm",
     "aten::renorm_",
+    "aten::rrelu_with_noise_backward",
     "aten::smooth_l1_loss",
     "aten::softshrink",
     "aten::uniform_",
@@ -55,6 +57,16 @@ def _check_numbers(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs
         _try_numbers(func, args)
         if len(_taken) >= _MOST_NUMBERS:
             _taken.clear()
+        _taken.add(key)
+        _plain.setdefault(info, plain_op(func))
+    return dispatch_remote(None, _plain[info], (), args, kwargs)
+
+
+@implements("aten::normal.float_float")
+def _check_deviation(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    key = (info, *args[:2])
+    if key not in _taken:
+        _try_numbers(func, (*args[:2], ()))
         _taken.add(key)
         _plain.setdefault(info, plain_op(func))
     return dispatch_remote(None, _plain[info], (), args, kwargs)

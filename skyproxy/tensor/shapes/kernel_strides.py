@@ -312,6 +312,14 @@ def _stride_of(found: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Strides
     return None if found is None else found[1]
 
 
+@_corrects("addr")
+def _outer_sum(a: Meta, column: Meta, row: Meta, **numbers: object) -> list[Strides]:
+    """The kernel iterates over the matrix, too, where `beta` is 0 and nothing is read of it."""
+    upright = plain_meta((*column.size, 1), column.dtype, (*column.stride, 1))
+    flat = plain_meta((1, *row.size), row.dtype, (row.size[0] * row.stride[0], *row.stride))
+    return [_stride_of(elementwise([a, upright, flat], result_dtype([a, column, row])))]
+
+
 @_corrects("mse_loss smooth_l1_loss")
 def _elementwise_loss(a: Meta, target: Meta, reduction: int = 1, *args: object) -> list[Strides]:
     return _iteration_strides(a, target) if reduction == 0 else [_ROW_MAJOR]

@@ -130,8 +130,7 @@ def _outer_sum(x: Meta, a: Meta, b: Meta, **numbers: object) -> RuleResult:
     fits = plain(x, a, b) and x.dtype is a.dtype is b.dtype and x.dtype in FLOATS and len(a.size) == len(b.size) == 1
     if not fits or x.size != (a.size[0], b.size[0]):
         return None
-    column = plain_meta((a.size[0], 1), a.dtype, (a.stride[0], 1))
-    return _result((x, column, plain_meta((1, b.size[0]), b.dtype, (b.size[0] * b.stride[0], b.stride[0]))), x.dtype)
+    return in_kernel_order("addr", [plain_meta(x.size, x.dtype)], x, a, b)
 
 
 @rule("fake_quantize_per_tensor_affine_cachemask")

@@ -77,6 +77,7 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "truth values subtracted in a list": lambda x, i: torch._foreach_sub_([i, i.bool()], [i, i.bool()]),
     "bounds of complex numbers in a list": lambda x, i: torch._foreach_clamp_min_([x + 1j, x + 1j], [x + 1j, x + 1j]),
     "the largest of complex numbers in a list": lambda x, i: torch._foreach_max([x + 1j]),
+    "a complex bound among others of a list": lambda x, i: torch._foreach_clamp_min([x, x, x], [1, 2.0, 1j]),
     "a norm of integers in a list": lambda x, i: torch._foreach_norm([x, i]),
     "integers on a way in a list": lambda x, i: torch._foreach_lerp([x, i], [x, i], [0.5, 0.5]),
     "a list of integers times a fraction": lambda x, i: torch._foreach_mul_([i], 1.5),

@@ -18,6 +18,10 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     "a width of zero": (lambda x: x.cauchy_(0, 1), lambda x: x.cauchy_(0, 0)),
     "a deviation of zero": (lambda x: x.log_normal_(0, 1), lambda x: x.log_normal_(0, 0)),
     "a deviation below zero around a tensor": (lambda x: torch.normal(x, 2.0), lambda x: torch.normal(x, -1.0)),
+    "a deviation below zero around a number": (
+        lambda x: torch.normal(0.0, 2.0, (3,), device=x.device),
+        lambda x: torch.normal(0.0, -1.0, (3,), device=x.device),
+    ),
     "a bend below zero": (lambda x: F.huber_loss(x, x, delta=0.5), lambda x: F.huber_loss(x, x, delta=-0.5)),
     "a width below zero": (
         lambda x: torch.ops.aten.smooth_l1_loss(x, x, 1, 0.5),
@@ -56,6 +60,10 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
         lambda x: torch.ops.aten.leaky_relu_backward(x, x, 0.5, True),
         lambda x: torch.ops.aten.leaky_relu_backward(x, x, -0.5, True),
     ),
+    "a slope between bounds below zero, in place": (
+        lambda x: torch.ops.aten.rrelu_with_noise_backward(x, x, x, 0.1, 0.5, False, True),
+        lambda x: torch.ops.aten.rrelu_with_noise_backward(x, x, x, -0.5, 0.1, False, True),
+    ),
     "a scale below zero, in place": (
         lambda x: torch.ops.aten.elu_backward(x, 0.5, 1, 1, True, x),
         lambda x: torch.ops.aten.elu_backward(x, -0.5, 1, 1, True, x),
@@ -63,6 +71,20 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     "a probability of elements above one": (
         lambda x: torch.native_dropout(x, 0.5, True),
         lambda x: torch.native_dropout(x, 1.5, True),
+    ),
+    "limits in the wrong order": (lambda x: x.histc(4, 0.5, 1.5), lambda x: x.histc(4, 1.5, 0.5)),
+    "a limit that is no number": (lambda x: x.histc(4, 0, 1), lambda x: x.histc(4, 0, float("nan"))),
+    "an order below zero of nothing": (
+        lambda x: torch.linalg.vector_norm(x[:0], 2.5),
+        lambda x: torch.linalg.vector_norm(x[:0], -2.5),
+    ),
+    "an order below zero of a line of nothing": (
+        lambda x: torch.norm(x.view(3, 1)[:, :0], 2.5, 1),
+        lambda x: torch.norm(x.view(3, 1)[:, :0], -2.5, 1),
+    ),
+    "an order below zero of several, one of them nothing": (
+        lambda x: torch._foreach_norm([x, x[:0]], 2.5),
+        lambda x: torch._foreach_norm([x, x[:0]], -2.5),
     ),
     "a threshold below zero": (lambda x: F.softshrink(x, 0.5), lambda x: F.softshrink(x, -0.5)),
 }

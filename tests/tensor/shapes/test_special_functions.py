@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -101,6 +101,23 @@ def test_an_outer_product_is_added_in_the_order_of_the_three() -> None:
         for a, b in itertools.product((torch.ones(3), torch.ones(6)[::2]), (torch.ones(4), torch.ones(1).expand(4))):
             assert mismatch("addr", (x, a, b), {}) is None
             assert answer_of("addr", (x, a, b), {}) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int32, torch.bool])
+@pytest.mark.parametrize("beta", [0, 1])
+def test_an_outer_product_is_laid_out_as_the_matrix_even_where_nothing_is_read_of_it(
+    dtype: torch.dtype, beta: int, sky1: str
+) -> None:
+    def added(device: str) -> Iterator[torch.Tensor]:
+        rows = torch.arange(4, device=device).to(dtype)
+        for column_dtype in (dtype, torch.uint8):
+            column = torch.arange(6, device=device)[::2].to(column_dtype)
+            for x in (torch.ones(4, 3).t(), torch.ones(3, 8)[:, ::2], torch.ones(3, 1), torch.ones(4), torch.ones(())):
+                yield torch.addr(x.to(device).to(dtype), column, rows, beta=beta)
+
+    for found, expected in zip(added(sky1), added("cpu"), strict=True):
+        assert found.stride() == expected.stride()
+        assert torch.equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
