@@ -144,8 +144,8 @@ def _record(
     try:
         result = record(info, func, args, kwargs)
     except Exception as error:
-        own = error.__traceback__
-        error.__traceback__ = own and own.tb_next  # users need not see this frame, too
+        # Users need not see this frame, too. No local name for it: with one, the operands would live until a collection.
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         raise
     return result if result is not NotImplemented else run_on_wrappers(func, types, args, kwargs)
 
