@@ -166,6 +166,8 @@ def as_subclass(self: torch.Tensor, cls: type) -> torch.Tensor:
     """`Tensor.as_subclass` of a remote tensor."""
     if cls is torch.Tensor and type(self) is RemoteTensor and sys._getframe(1).f_code is _rebuild_code:
         return self  # PyTorch makes a tensor with attributes anew, and looks whether it is of the class that it was
+    if not issubclass(cls, torch.Tensor):
+        _make_plain_subclass(cls, torch.empty(0, device="cpu"))  # which refuses it in PyTorch's words
     return put_in_class(as_plain(self), cls)
 
 

@@ -249,6 +249,12 @@ def test_a_class_that_handles_operations_itself_is_refused(sky1: str) -> None:
         torch.ones(1, device=sky1).as_subclass(Own)
 
 
+@pytest.mark.parametrize("cls", [int, dict])
+def test_what_is_no_class_of_tensors_is_refused_as_on_the_cpu(cls: type[Any], sky1: str) -> None:
+    with pytest.raises(TypeError, match="does not inherit from Tensor"):
+        torch.ones(2, device=sky1).as_subclass(cls)
+
+
 def test_data_of_another_class_leaves_the_class(sky1: str) -> None:
     x, plain = torch.ones(3, device=sky1).as_subclass(Counted), torch.zeros(2, device=sky1)
     x.data, plain.data = plain, x.detach()
