@@ -144,7 +144,7 @@ def _record(
     try:
         result = record(info, func, args, kwargs)
     except Exception as error:
-        # Users need not see this frame, too. No local name for it: with one, the operands would live until a collection.
+        # Users need not see this frame, too. With a local name for it, the operands would live until a collection.
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         raise
     return result if result is not NotImplemented else run_on_wrappers(func, types, args, kwargs)

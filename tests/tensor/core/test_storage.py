@@ -326,7 +326,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
-def test_what_refused_operations_had_dies_with_their_error(refused: Callable[[torch.Tensor], object], sky1: str) -> None:
+def test_what_a_refused_operation_had_dies_with_its_error(refused: Callable[[torch.Tensor], object], sky1: str) -> None:
     """A program that goes on with a smaller batch needs the memory now, not when the collector comes round."""
 
     def fail() -> None:
