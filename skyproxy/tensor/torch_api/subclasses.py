@@ -162,7 +162,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     return plain
 
 
-def as_subclass(self: torch.Tensor, cls: type) -> torch.Tensor:
+def as_subclass(self: torch.Tensor, cls: type[Any]) -> torch.Tensor:
     """`Tensor.as_subclass` of a remote tensor."""
     if cls is torch.Tensor and type(self) is RemoteTensor and sys._getframe(1).f_code is _rebuild_code:
         return self  # PyTorch makes a tensor with attributes anew, and looks whether it is of the class that it was
