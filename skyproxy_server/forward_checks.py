@@ -231,7 +231,10 @@ def _eigenvalues(given: dict[str, Any]) -> None:
 
 @_checks("_sparse_broadcast_to")
 def _sparse_repetitions(given: dict[str, Any]) -> None:
-    require(min(given["size"], default=1) > 0, "a sparse tensor is not repeated zero times")
+    size, own = list(given["size"]), list(given["self"].shape)
+    own = [1] * (len(size) - len(own)) + own
+    repeated = [n for n, there in zip(size, own, strict=False) if n != there]
+    require(min(repeated, default=1) > 0, "a sparse tensor is not repeated zero times")
 
 
 @_checks("_spdiags")

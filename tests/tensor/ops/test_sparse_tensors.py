@@ -184,3 +184,17 @@ def _transforms_beside_compressed(name: str, device: str) -> list[object]:
 def test_compressed_tensors_have_no_strides_so_transforms_refuse_them(name: str, sky1: str) -> None:
     """PyTorch's C++ wraps them with their strides, and ended the process where it asked the wrapper for its layout."""
     assert _transforms_beside_compressed(name, sky1) == _transforms_beside_compressed(name, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("size", "larger"), [((3, 1, 0), (3, 4, 0)), ((3, 1, 0), (2, 3, 1, 0)), ((0, 1), (0, 3))], ids=str
+)
+def test_a_sparse_tensor_of_nothing_is_repeated_along_its_other_dimensions(
+    size: tuple[int, ...], larger: tuple[int, ...], sky: str
+) -> None:
+    entries = torch.zeros(2, 2 if size[0] else 0, dtype=torch.int64)
+    values = torch.ones(entries.shape[1], *size[2:])
+    local = torch.sparse_coo_tensor(entries, values, size, check_invariants=True)
+    found, expected = (torch._sparse_broadcast_to(x, larger) for x in (local.to(sky), local))
+    assert (found.shape, found.sparse_dim(), found._nnz()) == (expected.shape, expected.sparse_dim(), expected._nnz())
+    assert torch.equal(found.to_dense().cpu(), expected.to_dense())
