@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -28,3 +31,34 @@ def test_a_view_of_a_memory_that_has_grown_asks_for_nothing_twice(sky: str) -> N
     view = x.as_strided((2, 2), (4, 4))
     assert torch.sky.stats()["round_trips"] == trips
     assert view.tolist() == [[2, 2], [2, 2]]
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
+    "an operation": lambda x: x + torch.ones(3, device=x.device),
+    "a product": lambda x: x @ torch.ones(3, device=x.device),
+    "a view": lambda x: x.view(7),
+    "in place": lambda x: x.add_(torch.ones(3, device=x.device)),
+    "a list": lambda x: torch._foreach_add_([x], [torch.ones(3, device=x.device)]),
+    "another device": lambda x: x + torch.ones(3),
+    "late": lambda x: torch.linalg.cholesky(-x[:2, :2]).cpu(),
+    "no kernel": lambda x: x.bitwise_and(x),
+    "under a transform": lambda x: torch.vmap(lambda row: row @ torch.ones(3, device=x.device))(x),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_what_a_refused_operation_had_dies_with_its_error(refused: Callable[[torch.Tensor], object], sky1: str) -> None:
+    """A program that goes on with a smaller batch needs the memory now, not when the collector comes round."""
+
+    def fail() -> None:
+        with pytest.raises(RuntimeError):
+            refused(torch.ones(100, 100, device=sky1))
+
+    gc.collect()
+    before = torch.sky.memory_allocated(sky1)
+    gc.disable()
+    try:
+        fail()
+        assert torch.sky.memory_allocated(sky1) == before
+    finally:
+        gc.enable()
