@@ -55,10 +55,7 @@ def _check_numbers(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs
     key = (info, args[0].dtype, args[0].dim(), not args[0].numel(), *numbers)
     if key not in _taken:
         _try_numbers(func, args)
-        if len(_taken) >= _MOST_NUMBERS:
-            _taken.clear()
-        _taken.add(key)
-        _plain.setdefault(info, plain_op(func))
+        _remember(key, info)
     return dispatch_remote(None, _plain[info], (), args, kwargs)
 
 
@@ -67,9 +64,16 @@ def _check_deviation(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwar
     key = (info, *args[:2])
     if key not in _taken:
         _try_numbers(func, (*args[:2], ()))
-        _taken.add(key)
-        _plain.setdefault(info, plain_op(func))
+        _remember(key, info)
     return dispatch_remote(None, _plain[info], (), args, kwargs)
+
+
+def _remember(key: tuple[object, ...], info: OpInfo) -> None:
+    """Note that these numbers are taken."""
+    if len(_taken) >= _MOST_NUMBERS:
+        _taken.clear()
+    _taken.add(key)
+    _plain.setdefault(info, plain_op(info.func))
 
 
 def _try_numbers(func: OpOverload, args: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Views that reach beyond the memory of their tensor are refused at their line, also after others of the same look."""
+"""Views beyond the memory of their tensor are refused at their line; refused operations hold no memory."""
 
 from __future__ import annotations
 
