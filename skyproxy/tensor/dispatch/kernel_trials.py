@@ -135,7 +135,8 @@ def _are_usual(items: Iterable[object]) -> bool:
         elif kind is str or kind is complex or ((kind is float or kind is int) and is_huge(a)):  # type: ignore[arg-type]
             return False
         elif kind is list or kind is tuple:
-            if any(type(n) is complex or (type(n) is float and is_huge(n)) for n in a):  # type: ignore[attr-defined]
+            types = set(map(type, a))  # type: ignore[call-overload]
+            if complex in types or (float in types and any(is_huge(n) for n in a if type(n) is float)):  # type: ignore[attr-defined]
                 return False
             for look in _looks(a):  # type: ignore[arg-type]
                 if look.dtype is not found:
