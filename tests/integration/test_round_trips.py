@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization.observer import HistogramObserver
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OPTIMIZERS: list[tuple[str, dict[str, Any], int]] = [
@@ -297,6 +298,20 @@ def test_packed_sequences_of_lengths_that_vary_wait_for_nothing(kind: str, most_
         step(lengths)
         assert torch.sky.stats()["cache_misses"] - misses <= most_misses
     assert torch.sky.stats()["round_trips"] == before["round_trips"]
+
+
+def test_limits_of_a_histogram_are_searched_without_a_wait_for_each_of_its_sums(sky: str) -> None:
+    sample = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    found = []
+    for device in ("cpu", sky):
+        observer = HistogramObserver(bins=512).to(device)
+        observer(sample.to(device))
+        before = torch.sky.stats()
+        found.append([part.tolist() for part in observer.calculate_qparams()])
+        after = torch.sky.stats()
+    assert found[0] == found[1]
+    assert after["ops"] - before["ops"] > 500  # comparisons of one sum each
+    assert after["round_trips"] - before["round_trips"] <= 16
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -111,19 +111,21 @@ def keep(handle: Handle, values: bytes, *, asked: bool = False) -> HostCopy | No
     return copy
 
 
-def keep_later(handle: Handle, later: Callable[[], bytes]) -> None:
+def keep_later(handle: Handle, later: Callable[[], bytes], *, holds: bool = False) -> None:
     """Remember how the bytes of a storage can be computed here, in case that they are asked for.
 
     Args:
         handle: that of a fresh tensor, which begins its storage and has no gaps.
         later: gives all of its bytes as they are now, or none.
+        holds: whether it holds other tensors, for as long as this one lives at the most.
     """
     recorder, made = handle.device.recorder, handle.with_copy
     if type(recorder) is Recorder and made is not None:
         copy = handle.copy = HostCopy(b"", recorder.hidden_writes)
         copy.later = later
         handle.__class__ = made  # after the copy: whoever sees the one finds the other
-        _count(copy, _derived)
+        if not holds:
+            _count(copy, _derived)
 
 
 def watch(handle: Handle) -> HostCopy | None:
@@ -269,12 +271,14 @@ def keep_ahead(copy: HostCopy, handle: Handle, values: bytes) -> None:
         reads.start, reads.values = handle.meta.offset * handle.meta.dtype.itemsize, values
 
 
-def values_of(handle: Handle) -> torch.Tensor | None:
-    """Return a copy on the CPU of a tensor in a storage whose bytes are known."""
+def values_of(handle: Handle, *, may_wait: bool = False) -> torch.Tensor | None:
+    """Return a copy on the CPU of a tensor in a storage whose bytes are known, or if it may wait, can be asked for."""
     found = _current(handle)
     if found is None:
         return None
     later = found[0].later
+    if later is not None and getattr(later, "waits", False) and not may_wait:
+        return None
     return tensor_in(found[1] if later is None else later(), handle.meta)
 
 
@@ -319,7 +323,7 @@ def bounds_of(handle: Handle) -> tuple[int, int, torch.dtype] | None:
 
 def copy_of(handle: Handle) -> torch.Tensor | None:
     """Return what `cpu()` gives of a tensor in a storage whose bytes are known: in memory of its own, without gaps."""
-    found, values = _current(handle), values_of(handle)
+    found, values = _current(handle), values_of(handle, may_wait=True)
     if found is None or values is None:
         return None
     if found[0].later is None and not found[0].asked:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyproxy.interrupts import raised_by_handler
-from skyproxy.tensor.core.host_copies import MOST_BYTES, MOST_DERIVED_BYTES, keep_later, source_of, tensor_in
+from skyproxy.tensor.core.host_copies import (
+    MOST_BYTES,
+    MOST_DERIVED_BYTES,
+    keep_later,
+    readable,
+    sized_by,
+    source_of,
+    tensor_in,
+)
 from skyproxy.tensor.core.memory import bytes_needed
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
@@ -37,7 +45,57 @@ _COMPARISONS = frozenset(
 )
 _MOST_STEPS = 16
 """Operations between what is known and what is derived of it: a mask that grows with each token has ever more."""
-_CONSTANTS = (int, bool, torch.dtype, type(None))  # no fractions: what they make depends on the default dtype
+_CONSTANTS = (int, bool, torch.dtype, type(None))
+"""No fractions: what they make of whole numbers depends on the default dtype."""
+
+
+class _Awaited:
+    """The bytes of a small storage that are not known yet: asked for where somebody asks for what follows from them.
+
+    Not the first time: who asks once may ask for one number of it and for no more.
+
+    Args:
+        owner: the handle of the tensor that first had the storage.
+        asked: has this class for a key once somebody has asked; until something writes to the storage.
+    """
+
+    __slots__ = ("_asked", "_copy", "_owner")
+
+    def __init__(self, owner: Handle, asked: dict[object, object]) -> None:
+        self._owner, self._copy, self._asked = owner, owner.copy, asked
+
+    def compute(self, made: dict[object, bytes]) -> bytes:
+        """Return the bytes as they were when this was made. Waits.
+
+        Raises:
+            RuntimeError: something has written to them meanwhile, or nobody has asked before.
+        """
+        copy, owner = self._copy, self._owner
+        if not copy.values:
+            has_asked = _Awaited in self._asked
+            self._asked[_Awaited] = True
+            if not (has_asked and self._is_unchanged()):
+                raise RuntimeError("the numbers are not known here")
+            whole = owner.device.session.fetch(owner.slot, owner.meta.description)
+            if not self._is_unchanged():  # by another thread
+                raise RuntimeError("the numbers have changed meanwhile")
+            copy.values = string_at(whole.data_ptr(), whole.nbytes)
+        return copy.values
+
+    def _is_unchanged(self) -> bool:
+        """Return whether nothing has written to the storage, as far as `_copy` is told."""
+        copy, owner = self._copy, self._owner
+        is_told = owner.copied and owner.copy is copy
+        return is_told and copy.values is not None and copy.epoch == owner.device.recorder.hidden_writes
+
+
+def _awaited(handle: Handle) -> _Awaited | None:
+    """Return what gives the bytes of the small storage that a number lies in; None: they are not to be had."""
+    owner = handle.root
+    if owner is None or handle.meta.size or not owner.meta.size or not readable(handle):
+        return None
+    asked = sized_by(handle)
+    return None if asked is None else _Awaited(owner, asked)
 
 
 class _Operand:
@@ -50,7 +108,7 @@ class _Operand:
 
     __slots__ = ("meta", "source")
 
-    def __init__(self, source: bytes | Callable[[], bytes], meta: Meta) -> None:
+    def __init__(self, source: bytes | _Awaited | Callable[[], bytes], meta: Meta) -> None:
         self.source, self.meta = source, meta
 
     def tensor(self, made: dict[object, bytes]) -> torch.Tensor:
@@ -60,7 +118,9 @@ class _Operand:
             RuntimeError: nobody can tell.
         """
         source = self.source
-        values = source if type(source) is bytes else source.compute(made) if type(source) is _Derived else b""
+        if type(source) is _Derived or type(source) is _Awaited:
+            source = source.compute(made)
+        values = source if type(source) is bytes else b""
         found = tensor_in(values, self.meta)
         if found is None:
             raise RuntimeError("an operand is not known")
@@ -86,12 +146,16 @@ class _Derived:
         kwargs: the same by name.
         meta: how its result looks.
         steps: how many operations lie between it and what is known.
+        waits: whether what it is computed of has to be asked for, perhaps.
     """
 
-    __slots__ = ("_args", "_info", "_kwargs", "_meta", "_values", "steps")
+    __slots__ = ("_args", "_info", "_kwargs", "_meta", "_values", "steps", "waits")
 
-    def __init__(self, info: OpInfo, args: list[Any], kwargs: dict[str, Any], meta: Meta, steps: int) -> None:
-        self._info, self._args, self._kwargs, self._meta, self.steps = info, args, kwargs, meta, steps
+    def __init__(
+        self, info: OpInfo, args: list[Any], kwargs: dict[str, Any], meta: Meta, steps: int, *, waits: bool
+    ) -> None:
+        self._info, self._args, self._kwargs, self._meta = info, args, kwargs, meta
+        self.steps, self.waits = steps, waits
         self._values: bytes | None = None
 
     def __call__(self) -> bytes:
@@ -120,13 +184,8 @@ class _Derived:
         if found is not None:
             return found
 
-        def local(a: Any) -> Any:
-            if type(a) is _Operand:
-                return a.tensor(made)
-            return [local(item) for item in a] if type(a) is list else a
-
-        options = {name: local(a) for name, a in self._kwargs.items()}
-        result = self._info.func(*map(local, self._args), **options)
+        options = {name: _local(a, made) for name, a in self._kwargs.items()}
+        result = self._info.func(*[_local(a, made) for a in self._args], **options)
         meta = self._meta
         if result.dtype is not meta.dtype or tuple(result.shape) != meta.size:
             raise RuntimeError("the result looks otherwise here")
@@ -135,6 +194,15 @@ class _Derived:
         if len(values) <= MOST_BYTES:
             self._values = values
         return values
+
+
+def _local(a: Any, made: dict[object, bytes]) -> Any:
+    """Return an argument with a copy of each operand on the CPU; a function of its own, as one that refers to itself
+    would keep what was computed until a collection.
+    """
+    if type(a) is _Operand:
+        return a.tensor(made)
+    return [_local(item, made) for item in a] if type(a) is list else a
 
 
 def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | None) -> None:
@@ -152,30 +220,31 @@ def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | Non
     byte_count = bytes_needed(meta) if meta.plain and meta.dtype in WHOLE else 0
     if not 0 < byte_count <= MOST_DERIVED_BYTES or not is_dense(meta.size, meta.stride):
         return
-    steps = 0
+    steps, waits, takes_fractions = 0, False, False
 
     def known(a: Any) -> Any:
-        nonlocal steps
+        nonlocal steps, waits, takes_fractions
         kind = type(a)
         if kind is RemoteTensor:
-            operand = a._sky
+            operand, compares = a._sky, info.name in _COMPARISONS
             dtype = operand.meta.dtype
-            is_exact = dtype in WHOLE or (dtype in _FRACTIONS and info.name in _COMPARISONS)
-            source = source_of(operand) if is_exact else None
+            if dtype not in WHOLE and not (compares and dtype in _FRACTIONS):
+                raise LookupError
+            source = source_of(operand) or (_awaited(operand) if compares else None)
             if source is None:
                 raise LookupError
             if type(source) is _Derived:
-                steps = max(steps, source.steps + 1)
+                steps, waits = max(steps, source.steps + 1), waits or source.waits
+            waits = waits or type(source) is _Awaited
+            takes_fractions = takes_fractions or dtype is torch.float32 or dtype is torch.float64
             return _Operand(source, operand.meta)
-        if kind is list or kind is tuple:
-            return [known(item) for item in a]
-        if kind not in _CONSTANTS:
+        if kind not in _CONSTANTS and not (kind is float and takes_fractions):
             raise LookupError
         return a
 
     options = {}
     try:
-        given = [known(a) for a in args]
+        given = [list(map(known, a)) if type(a) is list or type(a) is tuple else known(a) for a in args]
         for name, a in (kwargs or {}).items():
             if name == "device":
                 options[name] = "cpu"
@@ -186,7 +255,7 @@ def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | Non
             raise
         return
     if steps <= _MOST_STEPS:
-        keep_later(handle, _Derived(info, given, options, meta, steps))
+        keep_later(handle, _Derived(info, given, options, meta, steps, waits=waits), holds=waits)
 
 
 __all__ = ["WHOLE", "derive"]

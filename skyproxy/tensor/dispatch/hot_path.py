@@ -333,7 +333,7 @@ def dispatch_remote(
                     know_element(handle, handle.root)
             else:
                 handle.root = None
-                if info.derived and (root.root or root).copied:
+                if info.derived and ((root.root or root).copied or (root.root is not None and not meta.size)):
                     derive(handle, info, args, kwargs)
             free, held = recorder.free, recorder.held
             if free:  # as in `take_slot`: no call may end between

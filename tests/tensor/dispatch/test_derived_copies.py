@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -75,6 +76,64 @@ def test_whether_a_subnormal_number_is_zero_says_the_worker(sky1: str) -> None:
         assert (there == 0).tolist() == (values == 0).tolist()
     finally:
         torch.set_flush_denormal(False)
+
+
+def test_a_loop_that_compares_numbers_of_a_small_tensor_waits_twice(sky1: str) -> None:
+    """As the search for limits of a histogram does, which looks at each of thousands of sums."""
+    sums = torch.rand(500, generator=torch.Generator().manual_seed(2)).cumsum(0)
+    there = sums.to(sky1) * 1  # what the client knows nothing of
+
+    def search(sums: torch.Tensor) -> tuple[int, int, bool]:
+        first, last = 0, len(sums) - 1
+        while first < last and sums[first] < 31.5:
+            first += 1
+        while last > first and sums[last] > torch.tensor(93.25, device=sums.device):
+            last -= 1
+        return first, last, bool(sums[3] == sums[4])
+
+    waits(lambda: search(there), search(sums), most=2)
+    there[3] = there[4]
+    assert bool(there[3] == there[4])
+    there *= 1
+    before = trips()
+    assert bool(there[0] < 1.5)
+    assert trips() == before + 1, "asked once, a number comes alone"
+
+
+def test_a_comparison_counts_as_its_numbers_were(sky1: str) -> None:
+    x = torch.arange(8.0).to(sky1) * 1
+    early = [x[place] > 4 for place in range(8)]
+    assert [bool(answer) for answer in early[:4]] == [False] * 4
+    late = [x[place] > 4 for place in range(8)]
+    x.add_(4)
+    assert [bool(answer) for answer in early[4:]] == [False, True, True, True]
+    assert [bool(answer) for answer in late] == [False] * 5 + [True] * 3
+    assert [bool(x[place] > 4) for place in range(8)] == [False] + [True] * 7
+    x.data.fill_(0)
+    assert not any(bool(x[place] > 4) for place in range(8))
+
+
+def test_numbers_that_came_another_way_meanwhile_are_not_taken_for_those_of_before(sky1: str) -> None:
+    x = torch.arange(8.0).to(sky1) * 1
+    answers = [x[place] > 4 for place in range(8)]
+    assert not bool(answers[0])
+    assert x[1].item() == 1  # all of them are known now, and where they are is another place
+    x.add_(10)
+    assert [bool(answer) for answer in answers] == [False] * 5 + [True] * 3
+    assert all(bool(x[place] > 4) for place in range(8))
+
+
+def test_what_a_comparison_was_made_of_is_let_go(sky1: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.sky.memory_allocated(sky1)
+        x = torch.arange(1000.0).to(sky1) * 1
+        assert [bool(x[place] > 4) for place in range(3)] == [False] * 3
+        del x
+        assert torch.sky.memory_allocated(sky1) == before
+    finally:
+        gc.enable()
 
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
