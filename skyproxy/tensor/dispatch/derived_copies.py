@@ -152,7 +152,7 @@ class _Derived:
     __slots__ = ("_args", "_info", "_kwargs", "_meta", "_values", "steps", "waits")
 
     def __init__(
-        self, info: OpInfo, args: list[Any], kwargs: dict[str, Any], meta: Meta, steps: int, *, waits: bool
+        self, info: OpInfo, args: list[object], kwargs: dict[str, object], meta: Meta, steps: int, *, waits: bool
     ) -> None:
         self._info, self._args, self._kwargs, self._meta = info, args, kwargs, meta
         self.steps, self.waits = steps, waits
@@ -196,7 +196,7 @@ class _Derived:
         return values
 
 
-def _local(a: Any, made: dict[object, bytes]) -> Any:
+def _local(a: object, made: dict[object, bytes]) -> object:
     """Return an argument with a copy of each operand on the CPU; a function of its own, as one that refers to itself
     would keep what was computed until a collection.
     """
@@ -222,10 +222,9 @@ def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | Non
         return
     steps, waits, takes_fractions = 0, False, False
 
-    def known(a: Any) -> Any:
+    def known(a: object) -> object:
         nonlocal steps, waits, takes_fractions
-        kind = type(a)
-        if kind is RemoteTensor:
+        if type(a) is RemoteTensor:
             operand, compares = a._sky, info.name in _COMPARISONS
             dtype = operand.meta.dtype
             if dtype not in WHOLE and not (compares and dtype in _FRACTIONS):
@@ -238,11 +237,11 @@ def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | Non
             waits = waits or type(source) is _Awaited
             takes_fractions = takes_fractions or dtype is torch.float32 or dtype is torch.float64
             return _Operand(source, operand.meta)
-        if kind not in _CONSTANTS and not (kind is float and takes_fractions):
+        if type(a) not in _CONSTANTS and not (type(a) is float and takes_fractions):
             raise LookupError
         return a
 
-    options = {}
+    options: dict[str, object] = {}
     try:
         given = [list(map(known, a)) if type(a) is list or type(a) is tuple else known(a) for a in args]
         for name, a in (kwargs or {}).items():

@@ -60,7 +60,7 @@ def _check_numbers(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs
 
 
 @implements("aten::normal.float_float")
-def _check_deviation(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _check_deviation(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     key = (info, *args[:2])
     if key not in _taken:
         _try_numbers(func, (*args[:2], ()))
