@@ -89,7 +89,7 @@ class _Awaited:
         return is_told and copy.values is not None and copy.epoch == owner.device.recorder.hidden_writes
 
 
-def _awaited(handle: Handle) -> _Awaited | None:
+def _storage_around(handle: Handle) -> _Awaited | None:
     """Return what gives the bytes of the small storage that a number lies in; None: they are not to be had."""
     owner = handle.root
     if owner is None or handle.meta.size or not owner.meta.size or not readable(handle):
@@ -229,7 +229,7 @@ def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | Non
             dtype = operand.meta.dtype
             if dtype not in WHOLE and not (compares and dtype in _FRACTIONS):
                 raise LookupError
-            source = source_of(operand) or (_awaited(operand) if compares else None)
+            source = source_of(operand) or (_storage_around(operand) if compares else None)
             if source is None:
                 raise LookupError
             if type(source) is _Derived:
