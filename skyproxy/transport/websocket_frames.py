@@ -196,7 +196,7 @@ class MessageReader:
         return frame.opcode != CLOSE
 
     def _pause(self) -> Steps:
-        """Yields empty memory once for many frames of which no message came."""
+        """Yield empty memory once for many frames of which no message came."""
         self._nothings += 1
         if self._nothings % _NOTHINGS_AT_ONCE == 0:
             yield self._view[:0]

@@ -5,7 +5,8 @@ its end padding? Schedulers look up which of their time steps, which are fractio
 from sizes, and from numbers that were just uploaded. So the results of the operations below keep how they were made, as
 long as the bytes of all operands are known (`core.host_copies`). Nothing is computed before somebody asks, and what it
 is computed of is what the operands held then: later writes to them do not matter, and a write to the result forgets it,
-as it forgets what was uploaded.
+as it forgets what was uploaded. Where a comparison takes a number of a small storage that nobody knows, whoever asks
+for a second such answer has all of the storage come in place of it.
 """
 
 from __future__ import annotations
