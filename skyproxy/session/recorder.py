@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from itertools import filterfalse
-from operator import call
 from typing import Any, NamedTuple
 
 from skyproxy.errors import LimitExceededError, SessionLostError
@@ -222,11 +221,13 @@ class Recorder:
 
     def append_with_buffer(self, buffer: Buffer, *command: object) -> None:
         """Records a command that takes the batch's next buffer; the bytes must not change any more."""
+        byte_count = len(buffer)
         with self._lock:
-            # Both or neither: `deque` makes these calls without returning to the interpreter, where Ctrl-C strikes.
-            both: tuple[Callable[[Any], None], ...] = (self._buffers.append, self.stream.extend)
-            deque(map(call, both, (buffer, command)), 0)
-            self._buffered_bytes += len(buffer)
+            # Both or neither: there is no call between them, and Ctrl-C strikes, and threads switch, only after calls.
+            buffers, stream = self._buffers, self.stream
+            buffers += (buffer,)
+            stream += command
+            self._buffered_bytes += byte_count
         if self._buffered_bytes > _CUT_AT_BYTES:
             self.flush()
         elif len(self.stream) > self.limit:

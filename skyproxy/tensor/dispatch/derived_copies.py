@@ -11,6 +11,7 @@ for a second such answer has all of the storage come in place of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from ctypes import string_at
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ from skyproxy.tensor.core.torch_private import DisableTorchFunction, has_modes_o
 from skyproxy.torch_codec import is_dense
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from skyproxy.tensor.core.devices import Handle
     from skyproxy.tensor.dispatch.op_info import OpInfo
 
@@ -48,6 +51,9 @@ _MOST_STEPS = 16
 """Operations between what is known and what is derived of it: a mask that grows with each token has ever more."""
 _CONSTANTS = (int, bool, torch.dtype, type(None))
 """No fractions: what they make of whole numbers depends on the default dtype."""
+_FRACTIONAL_NUMBERS = frozenset({float, complex})
+_OF_PLACE = frozenset({"device", "layout", "pin_memory"})
+"""Arguments that say where a result is to be, and nothing of its values."""
 
 
 class _Awaited:
@@ -144,7 +150,7 @@ class _Derived:
     Args:
         info: the operation.
         args: its arguments, with an `_Operand` in the place of each tensor.
-        kwargs: the same by name.
+        kwargs: the same by name, with those that say where the result is.
         meta: how its result looks.
         steps: how many operations lie between it and what is known.
         waits: whether what it is computed of has to be asked for, perhaps.
@@ -153,7 +159,13 @@ class _Derived:
     __slots__ = ("_args", "_info", "_kwargs", "_meta", "_values", "steps", "waits")
 
     def __init__(
-        self, info: OpInfo, args: list[object], kwargs: dict[str, object], meta: Meta, steps: int, *, waits: bool
+        self,
+        info: OpInfo,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        meta: Meta,
+        steps: int = 0,
+        waits: bool = False,
     ) -> None:
         self._info, self._args, self._kwargs, self._meta = info, args, kwargs, meta
         self.steps, self.waits = steps, waits
@@ -185,7 +197,9 @@ class _Derived:
         if found is not None:
             return found
 
-        options = {name: _local(a, made) for name, a in self._kwargs.items()}
+        options = {name: _local(a, made) for name, a in self._kwargs.items() if name not in _OF_PLACE}
+        if "device" in self._kwargs:
+            options["device"] = "cpu"
         result = self._info.func(*[_local(a, made) for a in self._args], **options)
         meta = self._meta
         if result.dtype is not meta.dtype or tuple(result.shape) != meta.size:
@@ -218,8 +232,7 @@ def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | Non
         kwargs: the same by name.
     """
     meta = handle.meta
-    byte_count = bytes_needed(meta) if meta.plain and meta.dtype in WHOLE else 0
-    if not 0 < byte_count <= MOST_DERIVED_BYTES or not is_dense(meta.size, meta.stride):
+    if meta.dtype not in WHOLE or not _may_be_derived(meta):
         return
     steps, waits, takes_fractions = 0, False, False
 
@@ -242,20 +255,27 @@ def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | Non
             raise LookupError
         return a
 
-    options: dict[str, object] = {}
     try:
         given = [list(map(known, a)) if type(a) is list or type(a) is tuple else known(a) for a in args]
-        for name, a in (kwargs or {}).items():
-            if name == "device":
-                options[name] = "cpu"
-            elif name not in ("layout", "pin_memory"):
-                options[name] = known(a)
+        options = {name: a if name in _OF_PLACE else known(a) for name, a in (kwargs or {}).items()}
     except LookupError as error:
         if raised_by_handler(error):
             raise
         return
     if steps <= _MOST_STEPS:
-        keep_later(handle, _Derived(info, given, options, meta, steps, waits=waits), holds=waits)
+        keep_later(handle, _Derived(info, given, options, meta, steps, waits), holds=waits)
 
 
-__all__ = ["WHOLE", "derive"]
+def derive_of_numbers(handle: Handle, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Do what `derive` does for a tensor that is made of numbers, as `arange` makes one."""
+    if _may_be_derived(handle.meta) and _FRACTIONAL_NUMBERS.isdisjoint(map(type, args)):
+        keep_later(handle, _Derived(info, args, kwargs, handle.meta))
+
+
+@functools.lru_cache(4096)
+def _may_be_derived(meta: Meta) -> bool:
+    """Return whether a fresh tensor of this look fills its storage, which is small enough to be computed here."""
+    return meta.plain and 0 < bytes_needed(meta) <= MOST_DERIVED_BYTES and is_dense(meta.size, meta.stride)
+
+
+__all__ = ["WHOLE", "derive", "derive_of_numbers"]

@@ -19,7 +19,7 @@ from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import OpOverload, make_wrapper_subclass
 from skyproxy.tensor.core.user_lines import FOREIGN, OUTERMOST
-from skyproxy.tensor.dispatch.derived_copies import WHOLE, derive
+from skyproxy.tensor.dispatch.derived_copies import WHOLE, derive_of_numbers
 from skyproxy.tensor.dispatch.entries import Entry, expectation
 from skyproxy.tensor.dispatch.kernel_trials import EVERY_NUMBER, check_number
 from skyproxy.tensor.dispatch.known_results import know_filled
@@ -86,7 +86,7 @@ def create(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     handle.meta = meta
     handle.root = None
     if info.derived and meta.size and meta.dtype in WHOLE:
-        derive(handle, info, args, kwargs)
+        derive_of_numbers(handle, info, args, kwargs)
     free, held = recorder.free, recorder.held
     if free:  # as in `take_slot`: no call may end between
         handle.slot = slot = free[0]
