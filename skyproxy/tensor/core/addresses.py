@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -44,6 +44,18 @@ def is_invented(address: int) -> bool:
     return _FIRST_ADDRESS <= address < _next_address
 
 
+class LaterBytes(Protocol):
+    """What gives the bytes of a storage, or none, once somebody asks.
+
+    Attributes:
+        waits: whether it may have to ask the worker. It holds other tensors then, for as long as this one lives.
+    """
+
+    waits: bool
+
+    def __call__(self) -> bytes: ...
+
+
 class HostCopy:
     """Knowledge of a storage until something writes to it: its bytes if it is small, and what follows from them.
 
@@ -66,7 +78,7 @@ class HostCopy:
         self.asked = self.final = False
         self.sized: dict[object, object] | None = None
         self.reads: Reads | None = None
-        self.later: Callable[[], bytes] | None = None
+        self.later: LaterBytes | None = None
         self.bounds: tuple[int, int, torch.dtype] | None = None
 
 

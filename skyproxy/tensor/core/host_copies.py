@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from skyproxy.session.recorder import Recorder
-from skyproxy.tensor.core.addresses import HostCopy, Reads
+from skyproxy.tensor.core.addresses import HostCopy, LaterBytes, Reads
 from skyproxy.tensor.core.known_values import KnownMeta, forget
 from skyproxy.tensor.core.memory import bytes_needed, memory_of
 from skyproxy.torch_codec import contiguous_stride, is_dense
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from skyproxy.tensor.core.devices import Handle
     from skyproxy.tensor.core.metadata import Meta
@@ -111,20 +111,19 @@ def keep(handle: Handle, values: bytes, *, asked: bool = False) -> HostCopy | No
     return copy
 
 
-def keep_later(handle: Handle, later: Callable[[], bytes], *, holds: bool = False) -> None:
+def keep_later(handle: Handle, later: LaterBytes) -> None:
     """Remember how the bytes of a storage can be computed here, in case that they are asked for.
 
     Args:
         handle: that of a fresh tensor, which begins its storage and has no gaps.
         later: gives all of its bytes as they are now, or none.
-        holds: whether it holds other tensors, for as long as this one lives at the most.
     """
     recorder, made = handle.device.recorder, handle.with_copy
     if type(recorder) is Recorder and made is not None:
         copy = handle.copy = HostCopy(b"", recorder.hidden_writes)
         copy.later = later
         handle.__class__ = made  # after the copy: whoever sees the one finds the other
-        if not holds:
+        if not later.waits:
             _count(copy, _derived)
 
 
@@ -277,7 +276,7 @@ def values_of(handle: Handle, *, may_wait: bool = False) -> torch.Tensor | None:
     if found is None:
         return None
     later = found[0].later
-    if later is not None and getattr(later, "waits", False) and not may_wait:
+    if later is not None and later.waits and not may_wait:
         return None
     return tensor_in(found[1] if later is None else later(), handle.meta)
 
@@ -290,7 +289,7 @@ def tensor_in(values: bytes, meta: Meta) -> torch.Tensor | None:
     return whole.as_strided(meta.size, meta.stride, meta.offset)
 
 
-def source_of(handle: Handle) -> bytes | Callable[[], bytes] | None:
+def source_of(handle: Handle) -> bytes | LaterBytes | None:
     """Return the bytes that a tensor's storage has now, or what gives them; None: they are not known."""
     owner = handle.root or handle
     if not owner.copied:

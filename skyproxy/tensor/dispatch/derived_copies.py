@@ -12,7 +12,6 @@ for a second such answer has all of the storage come in place of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from ctypes import string_at
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ from skyproxy.torch_codec import is_dense
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from skyproxy.tensor.core.addresses import LaterBytes
     from skyproxy.tensor.core.devices import Handle
     from skyproxy.tensor.dispatch.op_info import OpInfo
 
@@ -115,7 +115,7 @@ class _Operand:
 
     __slots__ = ("meta", "source")
 
-    def __init__(self, source: bytes | _Awaited | Callable[[], bytes], meta: Meta) -> None:
+    def __init__(self, source: bytes | _Awaited | LaterBytes, meta: Meta) -> None:
         self.source, self.meta = source, meta
 
     def tensor(self, made: dict[object, bytes]) -> torch.Tensor:
@@ -263,7 +263,7 @@ def derive(handle: Handle, info: OpInfo, args: Any, kwargs: dict[str, Any] | Non
             raise
         return
     if steps <= _MOST_STEPS:
-        keep_later(handle, _Derived(info, given, options, meta, steps, waits), holds=waits)
+        keep_later(handle, _Derived(info, given, options, meta, steps, waits))
 
 
 def derive_of_numbers(handle: Handle, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

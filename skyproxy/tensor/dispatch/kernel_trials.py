@@ -28,6 +28,8 @@ from skyproxy.tensor.dispatch.tried_ops import trusts_sizes
 
 _MOST_ELEMENTS = 1 << 12
 """Operands of more elements are tried on smaller ones."""
+_FEW = 2
+"""What stands for each number of what makes tensors of numbers."""
 _CUT = 4
 """Elements along each dimension of these; elementwise operations do with fewer."""
 _LARGEST_PRODUCT = 1 << 16
@@ -56,7 +58,9 @@ def takes_dtypes(
     if info.name.startswith("aten::_foreach_addc") and _has_too_few_numbers(args):
         return False
     if not info.is_tried:
-        return not info.draws_floats or all(look.dtype in _DRAWN for look in made)
+        return info.draws is None or all(look.dtype in info.draws for look in made)
+    if info.creates:
+        return _makes(info, args, kwargs, made[0].dtype)
     for a in args:
         if isinstance(a, Meta) and len(a.size) > _MOST_DIMENSIONS:
             return False  # some kernels refuse these, those without values do not
@@ -96,6 +100,23 @@ def takes_dtypes(
     return True
 
 
+def _makes(info: OpInfo, args: Sequence[object], kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Return whether a kernel that makes tensors of numbers alone makes one of this dtype, of few elements."""
+    key = (info, dtype, *map(type, args))
+    if key not in _taken and not has_modes_or_transforms():
+        if not _runs(info, list(map(_small_number, args)), kwargs, 0):
+            return False
+        _remember(key)
+    return True
+
+
+def _small_number(a: Any) -> object:
+    """Return what stands for a number, or a list of sizes, in the trial of what makes tensors of these."""
+    if type(a) is list:
+        return [min(n, _FEW) for n in a]
+    return type(a)(_FEW) if type(a) is int or type(a) is float else a
+
+
 def may_refuse_sign(info: OpInfo, args: Iterable[object]) -> bool:
     """Return whether the kernel may refuse a number for its sign, which the key of a call does not have.
 
@@ -116,8 +137,6 @@ def _remember(key: tuple[object, ...]) -> None:
     _taken.add(key)
 
 
-_DRAWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
-"""Dtypes that random numbers are drawn in; for others, the worker is asked."""
 _USUAL = (torch.float32, torch.float64)
 """Dtypes that whatever takes numbers takes, alone; of halves, many kernels have none."""
 

@@ -208,8 +208,6 @@ _TAKE_WHOLE_NUMBERS = (
     "aten::take",
 )
 """Names of what takes positions or bits: to these, floating point may be the mistake."""
-_DRAWS_FLOATS = frozenset("aten::" + name for name in ("rand", "rand_like", "randn", "randn_like"))
-"""Ops that draw numbers of floating point for their results, and refuse to for others."""
 
 Special = Callable[..., object]
 SPECIALS: dict[str, Special] = {}
@@ -279,7 +277,7 @@ class OpInfo:
         shrinks: whether a trial of its kernel may take tensors with fewer elements.
         is_tried: whether its kernel may run here, to see whether it takes some dtypes, see `kernel_trials`.
         trial_values: the values of the operands of such trials; one that goes well is enough.
-        draws_floats: whether it makes random numbers, which whole numbers are not drawn as.
+        draws: the dtypes in which it draws random numbers, if it refuses others; else None.
         takes_whole_numbers: whether it takes positions or bits, so that floating point may be a mistake.
         first: who sees a call before it is recorded, and may take it, see `comes_first`; or None.
         followed: whether its result is known where its operands are, see `known_results`.
@@ -300,7 +298,7 @@ class OpInfo:
         "creates",
         "cuda_rule",
         "derived",
-        "draws_floats",
+        "draws",
         "first",
         "followed",
         "for_each",
@@ -335,7 +333,7 @@ class OpInfo:
         self.func = func
         self.name = func.name()
         packet = self.name.partition(".")[0]
-        self.draws_floats = packet in _DRAWS_FLOATS
+        self.draws = tried_ops.DRAWN.get(packet)
         self.kinds = tuple(
             NUMBER if shapes_results(a.type, self.name) else _KINDS.get(bare_type(a.type), FIXED)
             for a in schema.arguments

@@ -38,6 +38,7 @@ _TRIED = frozenset(
         "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact3d max_pool1d reflection_pad3d",
         "replication_pad3d _standard_gamma poisson random searchsorted fill full full_like masked_fill new_full",
         "_addmm_activation flip floor_divide linear matmul rsub scalar_tensor tril triu",
+        "arange bartlett_window blackman_window eye fft_fftfreq fft_rfftfreq hamming_window hann_window kaiser_window",
     )
     for name in words.split()
 )
@@ -70,6 +71,24 @@ _TRUST_SIZES = frozenset({"aten::_fft_c2r"})
 """Ops that are not tried on smaller tensors: some of their kernels read as many elements as a number says."""
 _TRIAL_VALUES = (0, 1)
 """Values that others are tried with: ones for what divides."""
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTEGERS = frozenset(
+    {
+        torch.bool,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    }
+)
+DRAWN = dict.fromkeys(
+    ("aten::rand", "aten::rand_like", "aten::randn", "aten::randn_like"), _FLOATS | {torch.complex64, torch.complex128}
+) | {"aten::randint_like": _FLOATS | _INTEGERS}
+"""Dtypes in which some ops draw random numbers; for others, the worker is asked."""
 
 
 def may_be_tried(func: OpOverload, draws: bool) -> bool:
@@ -114,4 +133,4 @@ def _is_pointwise(func: OpOverload) -> bool:
     return fresh is not None and torch.Tag.pointwise in getattr(getattr(fresh, overload or "default", None), "tags", ())
 
 
-__all__ = ["may_be_tried", "shrinks", "trial_values", "trusts_sizes"]
+__all__ = ["DRAWN", "may_be_tried", "shrinks", "trial_values", "trusts_sizes"]

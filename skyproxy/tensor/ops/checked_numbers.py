@@ -52,28 +52,34 @@ _plain: dict[OpInfo, OpOverload] = {}
 )
 def _check_numbers(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     numbers = [a for a in args[1:] if not isinstance(a, torch.Tensor)]
-    key = (info, args[0].dtype, args[0].dim(), not args[0].numel(), *numbers)
-    if key not in _taken:
-        _try_numbers(func, args)
-        _remember(key, info)
-    return dispatch_remote(None, _plain[info], (), args, kwargs)
+    _try_once((info, args[0].dtype, args[0].dim(), not args[0].numel(), *numbers), func, args)
+    return _record(info, args, kwargs)
 
 
 @implements("aten::normal.float_float")
 def _check_deviation(info: OpInfo, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    key = (info, *args[:2])
+    numbers = args[:2]
+    _try_once((info, *numbers), func, (*numbers, ()))
+    return _record(info, args, kwargs)
+
+
+def _try_once(key: tuple[object, ...], func: OpOverload, args: tuple[Any, ...]) -> None:
+    """Try the numbers of a call, unless they were taken before.
+
+    Raises:
+        RuntimeError: the kernel refuses them, in its words.
+    """
     if key not in _taken:
-        _try_numbers(func, (*args[:2], ()))
-        _remember(key, info)
+        _try_numbers(func, args)
+        if len(_taken) >= _MOST_NUMBERS:
+            _taken.clear()
+        _taken.add(key)
+
+
+def _record(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    if info not in _plain:
+        _plain[info] = plain_op(info.func)
     return dispatch_remote(None, _plain[info], (), args, kwargs)
-
-
-def _remember(key: tuple[object, ...], info: OpInfo) -> None:
-    """Note that these numbers are taken."""
-    if len(_taken) >= _MOST_NUMBERS:
-        _taken.clear()
-    _taken.add(key)
-    _plain.setdefault(info, plain_op(info.func))
 
 
 def _try_numbers(func: OpOverload, args: tuple[Any, ...]) -> None:
@@ -105,9 +111,7 @@ def _stay_within(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: 
         offset = rest[0] if rest and rest[0] is not None else tensor._sky.meta.offset
         if storage_extent(tuple(size), tuple(stride), offset) * tensor.itemsize > memory_of(tensor._sky).byte_count:
             return ask(BoundCall(info, args, kwargs))
-    if info not in _plain:
-        _plain[info] = plain_op(func)
-    return dispatch_remote(None, _plain[info], (), args, kwargs)
+    return _record(info, args, kwargs)
 
 
 __all__: list[str] = []
