@@ -223,9 +223,8 @@ class Recorder:
         """Records a command that takes the batch's next buffer; the bytes must not change any more."""
         byte_count = len(buffer)
         with self._lock:
-            # Both or neither: there is no call between them, and Ctrl-C strikes, and threads switch, only after calls.
             buffers, stream = self._buffers, self.stream
-            buffers += (buffer,)
+            buffers += (buffer,)  # both or neither: Ctrl-C strikes, and threads switch, only after calls
             stream += command
             self._buffered_bytes += byte_count
         if self._buffered_bytes > _CUT_AT_BYTES:

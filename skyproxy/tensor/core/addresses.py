@@ -45,7 +45,7 @@ def is_invented(address: int) -> bool:
 
 
 class LaterBytes(Protocol):
-    """What gives the bytes of a storage, or none, once somebody asks.
+    """A source of the bytes of a storage, or of none, for when somebody asks.
 
     Attributes:
         waits: whether it may have to ask the worker. It holds other tensors then, for as long as this one lives.

@@ -29,7 +29,7 @@ from skyproxy.tensor.dispatch.tried_ops import trusts_sizes
 _MOST_ELEMENTS = 1 << 12
 """Operands of more elements are tried on smaller ones."""
 _FEW = 2
-"""What stands for each number of what makes tensors of numbers."""
+"""Number that stands for each one of which tensors are made."""
 _CUT = 4
 """Elements along each dimension of these; elementwise operations do with fewer."""
 _LARGEST_PRODUCT = 1 << 16
