@@ -170,6 +170,20 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return known[1]
 
 
+def _all_cast(
+    args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype
+) -> tuple[list[object], dict[str, object]]:
+    """What a call is given, with each of its floating-point tensors in `dtype`.
+
+    From the last to the first, as compiled PyTorch evaluates them: where one tensor is given twice, its gradients are
+    summed in the order of its casts.
+    """
+    named = {name: cast(kwargs[name], dtype) for name in reversed(kwargs)} if kwargs else kwargs
+    made = [cast(value, dtype) for value in args[::-1]]
+    made.reverse()
+    return made, named
+
+
 def kind_of_worker(values: Iterable[object]) -> str:
     """The type of the device behind the first remote tensor among some arguments, "cuda" where there is none."""
     for value in values:
@@ -212,10 +226,8 @@ def _lower(op: OpOverload) -> Callable[..., object]:
     def kernel(*args: object, **kwargs: object) -> object:
         dtype = torch.get_autocast_dtype("sky")
         with _Without(_below):
-            if not kwargs:
-                return op(*[cast(value, dtype) for value in args])
-            named = {name: cast(value, dtype) for name, value in kwargs.items()}
-            return op(*cast(args, dtype), **named)
+            cast_args, named = _all_cast(args, kwargs, dtype)
+            return op(*cast_args, **named)
 
     return kernel
 
@@ -223,8 +235,8 @@ def _lower(op: OpOverload) -> Callable[..., object]:
 def _full_precision(op: OpOverload) -> Callable[..., object]:
     def kernel(*args: object, **kwargs: object) -> object:
         with _Without(_below):
-            named = {name: cast(value, torch.float32) for name, value in kwargs.items()}
-            return op(*cast(args, torch.float32), **named)
+            cast_args, named = _all_cast(args, kwargs, torch.float32)
+            return op(*cast_args, **named)
 
     return kernel
 
@@ -267,8 +279,8 @@ def _promote(op: OpOverload) -> Callable[..., object]:
                         if item.dtype not in (torch.float32, lower):
                             raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
                         dtype = item.dtype
-            named = {name: cast(value, dtype) for name, value in kwargs.items()}
-            return op(*cast(args, dtype), **named)
+            cast_args, named = _all_cast(args, kwargs, dtype)
+            return op(*cast_args, **named)
 
     return kernel
 
