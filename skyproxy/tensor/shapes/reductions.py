@@ -136,7 +136,12 @@ def _variance_and_mean(x: Meta, dim: Dims = None, *, correction: object = None, 
 
 @rule("aminmax")
 def _range(x: Meta, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
-    size = _reduce(x, None if dim is None else [dim], keepdim) if x.size else None
+    """The kernel for no elements has other strides than PyTorch's fake one."""
+    at = axis_of(x, dim) if dim is not None else None
+    if at is not None and x.plain and x.dtype in DTYPES and 0 in x.size and x.size[at]:
+        size: Ints | None = (*x.size[:at], *[1] * keepdim, *x.size[at + 1 :])
+    else:
+        size = _reduce(x, None if dim is None else [dim], keepdim) if x.size else None
     return None if size is None else [fresh(size, x.dtype), fresh(size, x.dtype)]
 
 

@@ -397,3 +397,13 @@ def test_group_norm_of_channels_last_has_gradients_of_gradients(sky1: str) -> No
         results.append([g.detach().cpu() for g in (*first, *second)])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize(("size", "dim"), [((1, 0), 0), ((0, 2), 1), ((2, 0, 3), 0), ((2, 0, 3), 2)], ids=str)
+def test_a_range_of_no_elements_has_the_strides_of_its_kernel(
+    size: tuple[int, ...], dim: int, keepdim: bool, sky: str
+) -> None:
+    local, remote = (torch.empty(size, device=device).aminmax(dim=dim, keepdim=keepdim) for device in ("cpu", sky))
+    for ours, theirs in zip(remote, local, strict=True):
+        assert_twins(ours, theirs)
