@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -29,6 +30,8 @@ _FUNCTION_OF_METHOD = ".__func__"
 _UNUSED = "__module"
 _INNER_FUNCTIONS = ("_DEREF", "_CLOSURE", "MAKE_FUNCTION", "YIELD", "RETURN_GENERATOR", "MAKE_CELL", "COPY_FREE_VARS")
 _REFUSED = (*_EFFECTS, *_INNER_FUNCTIONS)
+_NULL_FOLLOWS = sys.version_info >= (3, 13)
+"""Whether the mark of a call comes behind what is called. Before 3.13 it comes first: that of another call may follow."""
 
 Reader = Callable[..., tuple[tuple[object, ...], tuple[object, ...]]]
 """Takes the arguments of a call; gives those that it depends on, and all else that it finds now."""
@@ -217,7 +220,8 @@ def _uses_of(function: FunctionType, package: str, module: str | None, kind: typ
     owner: object = None  # what the last instruction has loaded: the module's name, or a module of Python
     path = ""
     is_called = is_function = False  # whether what is being loaded is to be called, and is found
-    for instruction in dis.get_instructions(code):
+    instructions = [*dis.get_instructions(code)]
+    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
         what, name = instruction.opname, instruction.argval
         if any(refused in what for refused in _REFUSED):
             raise _DependsOnMoreError(what)
@@ -225,7 +229,7 @@ def _uses_of(function: FunctionType, package: str, module: str | None, kind: typ
         if (owner is not None and not is_attribute) or (is_function and is_attribute):
             raise _DependsOnMoreError(path)
         # The root of a dotted name may say that what is found there is called.
-        is_called = _loads_call(instruction) or (is_attribute and is_called and owner not in (None, code))
+        is_called = _loads_call(instruction, following) or (is_attribute and is_called and owner not in (None, code))
         is_function = False
         if is_attribute and owner is code:
             if is_called:
@@ -256,9 +260,11 @@ def _uses_of(function: FunctionType, package: str, module: str | None, kind: typ
     return uses
 
 
-def _loads_call(instruction: dis.Instruction) -> bool:
+def _loads_call(instruction: dis.Instruction, following: dis.Instruction | None) -> bool:
     """Return whether what is loaded is called next."""
     what = instruction.opname
+    if _NULL_FOLLOWS and following is not None and following.opname == "PUSH_NULL":
+        return True
     return what == "LOAD_METHOD" or (what in ("LOAD_ATTR", "LOAD_GLOBAL") and "NULL" in instruction.argrepr)
 
 
