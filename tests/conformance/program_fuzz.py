@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from tests.conformance.program_calls import COPIES, POINTWISE, PRODUCTS, REDUCTIONS, VIEWS, Call
 from tests.conformance.program_draws import Draws
 from tests.conformance.program_effects import EFFECTS
-from tests.conformance.program_looks import Apart, brief, counts_apart, metadata, said, values
+from tests.conformance.program_looks import Apart, brief, counts_apart, has_history, metadata, said, values
 
 SLOTS = 8
 _LARGEST = 400
@@ -225,7 +225,7 @@ class Comparison:
                 for row, a, b in zip(self._apart, ours.pool, theirs.pool)
             ]
         if heard:  # what was begun counts as a change, also in graphs
-            begun = [a.grad_fn is not None or b.grad_fn is not None for a, b in zip(ours.pool, theirs.pool)]
+            begun = [has_history(a) or has_history(b) for a, b in zip(ours.pool, theirs.pool)]
             for side in (ours, theirs):
                 side.pool = [x.detach() if changed else x for x, changed in zip(side.pool, begun)]
             self._apart = [counts_apart(a, b) for a, b in zip(ours.pool, theirs.pool)]

@@ -24,10 +24,7 @@ def _look(x: torch.Tensor) -> dict[str, Any]:
         "dtype": x.dtype,
         "layout": x.layout,
         "requires_grad": x.requires_grad,
-        "is_leaf": x.is_leaf,
         "is_inference": x.is_inference(),
-        "grad_fn": type(x.grad_fn).__name__ if x.grad_fn is not None else None,
-        "has grad": x.is_leaf and x.grad is not None,
     }
     if x.layout is torch.strided:
         row |= {
@@ -39,9 +36,20 @@ def _look(x: torch.Tensor) -> dict[str, Any]:
         }
     if not x.is_inference():
         row["version"] = x._version
-    if row["grad_fn"] is not None:
-        row["next"] = tuple(type(f).__name__ for f, _ in x.grad_fn.next_functions)  # type: ignore[union-attr]
-    return row
+    try:
+        return row | _history(x)
+    except RuntimeError as error:  # PyTorch makes that of a view when it is asked for, and may refuse to
+        return row | {"history": said(error)}
+
+
+def _history(x: torch.Tensor) -> dict[str, Any]:
+    made_by = x.grad_fn
+    return {
+        "is_leaf": x.is_leaf,
+        "grad_fn": type(made_by).__name__ if made_by is not None else None,
+        "has grad": x.is_leaf and x.grad is not None,
+        "next": tuple(type(f).__name__ for f, _ in made_by.next_functions) if made_by is not None else (),
+    }
 
 
 def _is_made_again(name: str, mine: dict[str, Any], expected: Any, history: Any) -> bool:
@@ -49,7 +57,7 @@ def _is_made_again(name: str, mine: dict[str, Any], expected: Any, history: Any)
 
     Or that of a linear layer, which has one node here, where the CPU has one for each of its parts.
     """
-    if name in ("next", "grad_fn") and _LINEAR in (mine["grad_fn"], *mine.get("next", ())):
+    if name in ("next", "grad_fn") and _LINEAR in (mine.get("grad_fn"), *mine.get("next", ())):
         return True
     found = mine.get(name)
     if name == "next":
@@ -74,16 +82,13 @@ def _counts(x: torch.Tensor) -> tuple[int, int]:
 def metadata(ours: list[torch.Tensor], theirs: list[torch.Tensor], apart: list[Apart]) -> tuple[str, str] | None:
     """What of the looks of tensors, and of who shares memory with whom, is not the same."""
     for number, (a, b) in enumerate(zip(ours, theirs)):
-        try:
-            mine, other = _look(a), _look(b)
-        except Exception as error:  # PyTorch makes the history of a view when it is asked for
-            return "look", f"tensor {number} cannot be looked at: {said(error)}"
+        mine, other = _look(a), _look(b)
         for name, expected in other.items():
             if name in apart[number]:
                 expected += apart[number][name]
-            if mine.get(name) != expected and not _is_made_again(name, mine, expected, other["grad_fn"]):
+            if mine.get(name) != expected and not _is_made_again(name, mine, expected, other.get("grad_fn")):
                 return name, f"tensor {number} {brief(b)}: {name} {mine.get(name)} instead of {expected}"
-        if other["has grad"]:
+        if other.get("has grad"):
             grad, expected_grad = a.grad, b.grad
             assert grad is not None
             assert expected_grad is not None
@@ -112,12 +117,29 @@ def brief(x: torch.Tensor) -> str:
     return f"({str(x.dtype).removeprefix('torch.')} {list(x.shape)}, {laid_out})"
 
 
+def has_history(x: torch.Tensor) -> bool:
+    """Whether an operation made it; also if PyTorch refuses to say which."""
+    try:
+        return x.grad_fn is not None
+    except RuntimeError:
+        return True
+
+
+def _gradient(x: torch.Tensor) -> torch.Tensor | None:
+    """What a leaf has collected, if its history may be looked at."""
+    try:
+        return x.grad if x.is_leaf else None
+    except RuntimeError:
+        return None
+
+
 def values(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> tuple[str, str] | None:
     """Which values are not the same to the bit; a NaN is as good as any other."""
     for number, (a, b) in enumerate(zip(ours, theirs)):
         pairs = [("values", a, b)]
-        if b.is_leaf and b.grad is not None and a.grad is not None:
-            pairs.append(("grad's values", a.grad, b.grad))
+        grads = _gradient(a), _gradient(b)
+        if grads[0] is not None and grads[1] is not None:
+            pairs.append(("grad's values", *grads))
         for kind, mine, expected in pairs:
             try:
                 got = _bits(mine.detach().cpu())
