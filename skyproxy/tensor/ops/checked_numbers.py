@@ -34,6 +34,7 @@ _plain: dict[OpInfo, OpOverload] = {}
     "aten::celu_",
     "aten::elu_backward",
     "aten::exponential_",
+    "aten::fake_quantize_per_tensor_affine_cachemask",
     "aten::geometric_",
     "aten::histc",
     "aten::huber_loss",

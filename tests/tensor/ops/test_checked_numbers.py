@@ -27,6 +27,14 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
         lambda x: torch.ops.aten.smooth_l1_loss(x, x, 1, 0.5),
         lambda x: torch.ops.aten.smooth_l1_loss(x, x, 1, -0.5),
     ),
+    "a zero point beyond the bounds": (
+        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, 0, 255),
+        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 300, 0, 255),
+    ),
+    "bounds of a quantization in the wrong order": (
+        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, 0, 255),
+        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, 255, 0),
+    ),
     "a scale of zero": (lambda x: F.celu(x, 0.5), lambda x: F.celu(x, 0.0)),
     "a distance below zero": (
         lambda x: torch.cdist(x.view(1, 3), x.view(1, 3), p=0.5),
