@@ -8,6 +8,7 @@ to the last bit, noted once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,8 +22,13 @@ from skyproxy.tensor.dispatch.memoized_calls import MemoizedCall
 aten = torch.ops.aten
 _calls = MemoizedCall(follows_caller=True)
 _Mask = tuple[bool, bool, bool]
+_Junctions = dict[str, "_Junction"]
+_Make = Callable[[torch.Tensor], torch.Tensor]
+_Left = list[tuple[int, torch.Tensor]]  # the engine's task, and a gradient of the view
 _divided = aten.linear.default._op_dk
 _records_graphs = torch.is_grad_enabled
+_node_that_runs = torch._C._current_autograd_node
+_JUNCTIONS = "skyproxy: junctions"  # where a node's metadata has them
 # The last of the parts of a layer with a bias is `aten::view`, and from 2.15 on `aten::_unsafe_view`.
 _ENDS_IN_VIEW = torch_versions.minor(torch.__version__) < (2, 15)
 
@@ -64,32 +70,110 @@ def _is_usual(x: Meta, weight: Meta, bias: Meta | None) -> bool:
     return True
 
 
-def _gradients(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, mask: _Mask) -> tuple[torch.Tensor, ...]:
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    size = x.shape
+    return x.reshape(size.numel() // size[-1], size[-1]) if len(size) > 2 else x
+
+
+def _gradients(
+    x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, mask: _Mask, junctions: _Junctions | None
+) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of input (..., in), weight (out, in) and bias (out), as far as they are wanted.
 
     The formulas are those of PyTorch's nodes for views, transposes, products and sums.
+
+    Args:
+        junctions: those of the layer's node, by the operand; None: gradients meet nowhere.
     """
-    size, found = x.shape, []
+    size = x.shape
+    found: list[torch.Tensor | None] = []
     if len(size) > 2:
-        rows = size.numel() // size[-1]
-        gradient = gradient.reshape(rows, weight.shape[0])
-        x = x.reshape(rows, size[-1])
-    transposed = weight.t()
+        gradient = _rows(gradient)
+        x = _view(x, _rows, "x", junctions)
+    transposed = _view(weight, torch.t, "weight", junctions)
     if mask[0]:
         if _is_column_major(x):
             product = transposed.mm(gradient.t()).t()
         else:
             product = gradient.mm(transposed.t())
-        found.append(product.reshape(size) if len(size) > 2 else product)
+        if _is_left_to_meet(product, "x", junctions):
+            found.append(None)
+        else:
+            found.append(product.reshape(size) if len(size) > 2 else product)
     if mask[1]:
         if _is_column_major(transposed):
             product = gradient.t().mm(x).t()
         else:
             product = x.t().mm(gradient)
-        found.append(product.t())
+        found.append(None if _is_left_to_meet(product, "weight", junctions) else product.t())
     if mask[2]:
         found.append(gradient.sum([0], keepdim=True).view(gradient.shape[1:]))
     return tuple(found)
+
+
+class _Meeting(torch.autograd.Function):
+    """A view of an operand whose node adds what a layer left for it."""
+
+    @staticmethod
+    def forward(ctx: Any, operand: torch.Tensor, make: _Make, left: _Left) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.left, ctx.transposes, ctx.size = left, make is torch.t, operand.shape
+        return make(operand)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        task, found = ctx.left.pop() if ctx.left else (-1, None)
+        if found is not None and task == torch._C._current_graph_task_id():
+            gradient = found if gradient is None else gradient + found
+        if gradient is not None:
+            gradient = gradient.t() if ctx.transposes else gradient.reshape(ctx.size)
+        return gradient, None, None
+
+
+class _Junction:
+    """Where the gradients of one operand of a layer meet: that of the layer, and those of the layer's backward.
+
+    In PyTorch's parts that is the node of the operand's view. Of a weight that several layers use, each layer's
+    gradients are summed there, and then the layers'; in another order the last bits differ.
+
+    Attributes:
+        view: what the layer's backward takes in place of the operand.
+    """
+
+    __slots__ = ("_left", "view")
+
+    def __init__(self, operand: torch.Tensor, make: _Make) -> None:
+        self._left: _Left = []
+        view: Any = _Meeting.apply(operand, make, self._left)  # type: ignore[no-untyped-call]
+        self.view: torch.Tensor = view
+        layer: Any = _node_that_runs()
+        # The engine takes the latest first: right after the layer, and after all that adds to the view's gradient.
+        self._node()._set_sequence_nr(layer._sequence_nr() - 1)
+
+    def _node(self) -> Any:
+        return self.view.grad_fn
+
+    def leave(self, gradient: torch.Tensor) -> bool:
+        """Leave the gradient of the view to its node, if that is going to run."""
+        if not torch._C._will_engine_execute_node(self._node()):
+            return False
+        self._left[:] = [(torch._C._current_graph_task_id(), gradient)]
+        return True
+
+
+def _view(operand: torch.Tensor, make: _Make, name: str, junctions: _Junctions | None) -> torch.Tensor:
+    """Return a view of an operand; where backward is differentiated, each time the same one for a layer."""
+    if junctions is None or not (_records_graphs() and operand.requires_grad):
+        return make(operand)
+    junction = junctions.get(name)
+    if junction is None:
+        junctions[name] = junction = _Junction(operand, make)
+    return junction.view
+
+
+def _is_left_to_meet(gradient: torch.Tensor, name: str, junctions: _Junctions | None) -> bool:
+    junction = None if junctions is None else junctions.get(name)
+    return junction is not None and junction.leave(gradient)
 
 
 def _is_column_major(x: torch.Tensor) -> bool:
@@ -107,18 +191,25 @@ def _fill_in(found: Any, mask: _Mask) -> tuple[torch.Tensor | None, ...]:
 def divided_gradients(
     x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, mask: list[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """`aten::linear_backward` in operations that can be differentiated, and that transforms see."""
+    """`aten::linear_backward` in operations that transforms see."""
     wanted = (mask[0], mask[1], mask[2])
-    return _fill_in(_gradients(x, gradient, weight, wanted), wanted)
+    return _fill_in(_gradients(x, gradient, weight, wanted, None), wanted)
 
 
 def _noted_gradients(
     x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, mask: list[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    if _records_graphs():
-        return divided_gradients(x, gradient, weight, mask)
     wanted = (mask[0], mask[1], mask[2])
-    return _fill_in(_calls.call(lambda: _gradients(x, gradient, weight, wanted), (x, gradient, weight), wanted), wanted)
+    node: Any = _node_that_runs()
+    junctions: _Junctions | None = None if node is None else node.metadata.get(_JUNCTIONS)
+    if _records_graphs():
+        if junctions is None and node is not None and node.name() == "LinearBackward0":
+            junctions = node.metadata[_JUNCTIONS] = {}
+    elif junctions is None:
+        return _fill_in(
+            _calls.call(lambda: _gradients(x, gradient, weight, wanted, None), (x, gradient, weight), wanted), wanted
+        )
+    return _fill_in(_gradients(x, gradient, weight, wanted, junctions), wanted)
 
 
 def install(library: torch.library.Library) -> None:

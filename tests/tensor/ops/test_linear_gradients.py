@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -198,3 +202,115 @@ def test_noted_gradients_are_recorded_with_the_line_of_each_call(sky1: str, monk
     monkeypatch.setattr(recorder, "emit_line", note)
     loss.backward()
     assert set(codes) == {test_noted_gradients_are_recorded_with_the_line_of_each_call.__code__}
+
+
+class _Siamese(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6, bias=bias) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = (layer(x) for layer in self.layers)
+        return x + torch.tanh(a) * b + torch.sigmoid(c)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, self.weight).tanh(), self.weight.t()).sigmoid()
+
+
+class _Unrolled(nn.Module):
+    def __init__(self, cell: type[nn.RNNCellBase]) -> None:
+        super().__init__()
+        self.cell = cell(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x)
+        for _ in range(3):
+            h = self.cell(x, h)
+        return h
+
+
+REUSED: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
+    "two layers": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), [(5, 6), (2, 4, 6)]),
+    "one input": (lambda: _Siamese(bias=True), [(5, 6), (2, 4, 6)]),
+    "one input, no bias": (lambda: _Siamese(bias=False), [(5, 6), (2, 4, 6)]),
+    "tied": (_Tied, [(5, 6), (2, 4, 6)]),
+    "a cell": (lambda: _Unrolled(nn.GRUCell), [(5, 6)]),
+    "recurrent": (lambda: nn.RNN(6, 6, batch_first=True), [(2, 4, 6)]),
+}
+
+
+@pytest.mark.parametrize("name", REUSED)
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_gradients_of_gradients_are_summed_in_the_cpus_order_where_a_layer_is_used_again(
+    name: str, order: int, calls: int, sky: str
+) -> None:
+    make, shapes = REUSED[name]
+    for shape in shapes:
+        found = []
+        for device in ("cpu", sky):
+            torch.manual_seed(0)
+            model = make().double().to(device)
+            inputs = [torch.randn(shape, dtype=torch.float64).to(device).requires_grad_() for _ in range(calls)]
+            loss = torch.zeros((), dtype=torch.float64, device=device)
+            for i, x in enumerate(inputs):
+                y = model(x)
+                y = slope = y[0] if isinstance(y, tuple) else y
+                if (
+                    i + 1 < calls or calls == 1
+                ):  # the last call has no gradient in the loss, as boundary conditions have
+                    for _ in range(order):
+                        (slope,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+                    loss = loss + slope.square().mean()
+                loss = loss + y.square().mean()
+            loss.backward()
+            found.append([leaf.grad for leaf in (*inputs, *model.parameters())])
+        _equal(*reversed(found))
+
+
+class _Unmoved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+_unmoved: Any = _Unmoved.apply
+
+
+def test_a_gradient_of_a_gradient_that_is_none_leaves_the_layers_own(sky: str) -> None:
+    found = []
+    for device in ("cpu", sky):
+        x, weight, bias = _layer(device, 2, 3, 5)
+        y = F.linear(x, weight, bias).tanh()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (_unmoved(slope).sum() + y.sum()).backward()
+        found.append([x.grad, weight.grad, bias.grad])
+    _equal(*reversed(found))
+
+
+def test_a_layer_whose_gradients_have_gradients_leaves_nothing_behind(sky: str) -> None:
+    x, weight, bias = _layer(sky, 2, 3, 5)
+    gone = []
+    gc.disable()
+    try:
+        for _ in range(2):
+            y = F.linear(x, weight, bias).tanh()
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            gone += [weakref.ref(y), weakref.ref(slope)]
+            (slope.sum() + y.sum()).backward()
+            before = torch.sky.memory_allocated()
+            del y, slope
+            assert torch.sky.memory_allocated() < before
+    finally:
+        gc.enable()
+    assert [ref() for ref in gone] == [None] * 4
