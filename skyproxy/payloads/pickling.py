@@ -103,9 +103,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         with project_by_value() if self._sends_projects else contextlib.nullcontext():
             self.dump(value)
         contents = self._tensors.contents()
-        pieces: list[Buffer] = [self._file.getbuffer(), *(buffer.raw() for buffer in self._buffers)]
+        pieces: list[Buffer] = [self._file.getvalue(), *(buffer.raw() for buffer in self._buffers)]
         pieces += [torch_codec.byte_view(content) for content in contents]
-        keep = [self._file, self._buffers, contents]
+        keep = [self._buffers, contents]
         table = self._tensors
         return Pickled(pieces, table.rows, table.bases(), table.references, self._by_value, keep)
 
