@@ -173,7 +173,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 def _all_cast(
     args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype
 ) -> tuple[list[object], dict[str, object]]:
-    """What a call is given, with each of its floating-point tensors in `dtype`.
+    """Return the arguments of a call, with each of its floating-point tensors in `dtype`.
 
     From the last to the first, as compiled PyTorch evaluates them: where one tensor is given twice, its gradients are
     summed in the order of its casts.
