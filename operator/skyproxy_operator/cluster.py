@@ -35,6 +35,8 @@ MAX_ANSWER_BYTES = 32 << 20
 take the memory in which all others are looked after: then there are fewer in an answer."""
 TOO_LONG = "TooLong"
 """Reason of an error: an answer with more bytes."""
+UNREADABLE = "Unreadable"
+"""Reason of an error: an answer that is no object."""
 UNORDERED = "Unordered"
 """Reason of an error: a version of which nothing can be said."""
 
@@ -121,6 +123,22 @@ async def _read(what: str, response: Any) -> bytes:
     return bytes(text)
 
 
+def _object_in(what: str, text: bytes) -> Object:
+    """Return the object that an answer or a line of a watch is.
+
+    Raises:
+        ApiError: it is none. A proxy on the way may answer for the server, and an answer may end before its end.
+    """
+    try:
+        answer = parse(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        begin = text[:200].decode("utf-8", "replace")
+        raise ApiError(what, 0, UNREADABLE, f"the API server answered with what is no object: {begin!r}")
+    return answer
+
+
 def _length_error(what: str) -> ApiError:
     return ApiError(what, 0, TOO_LONG, f"the API server's answer has more than {MAX_ANSWER_BYTES} bytes")
 
@@ -201,13 +219,9 @@ class ClusterConnection:
             METRICS.requests.labels(method=method, status="error").inc()
             raise ApiError(what, 0, "Unreachable", f"the API server cannot be reached: {exc}") from exc
         METRICS.requests.labels(method=method, status=str(response.status)).inc()
-        try:
-            answer: Object = parse(text)
-        except ValueError:
-            answer = {"message": text[:500].decode("utf-8", "replace")}
         if not 200 <= response.status <= 299:
             raise refusal(what, response.status, text)
-        return answer
+        return _object_in(what, text)
 
     async def _send(
         self,
@@ -335,7 +349,7 @@ class ClusterConnection:
                     if b"\n" in piece:
                         *lines, rest = rest.split(b"\n")
                         for line in lines:
-                            yield parse(bytes(line))
+                            yield _object_in(what, bytes(line))
                     if len(rest) > MAX_ANSWER_BYTES:
                         raise _length_error(what)
             finally:
@@ -343,7 +357,7 @@ class ClusterConnection:
         except TimeoutError:
             if not has_opened:
                 raise ApiError(what, 0, "Timeout", "the API server did not answer in time") from None
-        except (aiohttp.ClientError, OSError, ValueError) as exc:
+        except (aiohttp.ClientError, OSError) as exc:
             raise ApiError(what, 0, "Unreachable", f"the connection was lost: {exc}") from exc
 
     async def apply(self, wanted: Object) -> Object:

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from skyproxy_operator.cluster import UNORDERED, ApiError, ClusterConnection, version_of
+from skyproxy_operator.cluster import UNORDERED, UNREADABLE, ApiError, ClusterConnection, version_of
 from skyproxy_operator.metrics import METRICS
 from skyproxy_operator.names import API_VERSION, COMPUTE_LABEL, RUNTIME_LABEL
 from skyproxy_operator.runtimes import RUNTIME_KEY
@@ -38,11 +38,13 @@ _SHORTEST_WATCH_SECONDS = 1.0
 _GONE = 410
 _TOO_LARGE = 504
 """Some servers say so of a version that they do not have yet."""
+_TRIES_OF_A_VERSION = 3
+"""A server that can go on from a version at none of so many tries is asked for a list."""
 
 
 def place_of(item: Mapping[str, Any]) -> Place:
     """Return the namespace and the name of an object."""
-    return item["metadata"].get("namespace", ""), item["metadata"]["name"]
+    return item["metadata"]["namespace"], item["metadata"]["name"]
 
 
 class ObjectStore:
@@ -92,7 +94,17 @@ class ObjectStore:
         return [found[place] for place in sorted(found)]
 
     def replace(self, items: list[Object], version: int) -> None:
-        """Take a whole list: what it lacks is gone."""
+        """Take a whole list: what it lacks is gone. One that cannot be understood changes nothing.
+
+        Raises:
+            ApiError: an object has no version.
+            LookupError: one has no name.
+        """
+        for item in items:
+            self._check(item)
+        if version < self.version:
+            # The server was set back, so what was written since is not there.
+            self._written = {}
         before, self._items, self._groups = self._items, {}, {}
         for item in items:
             self._put(item)
@@ -109,6 +121,8 @@ class ObjectStore:
         """Take a change from the stream: ADDED, MODIFIED, DELETED or BOOKMARK; older ones than the list are in it."""
         if kind not in ("ADDED", "MODIFIED", "DELETED", "BOOKMARK") or version_of(item) <= self._listed_version:
             return
+        if kind != "BOOKMARK":
+            self._check(item)
         if kind == "DELETED":
             self._remove(place_of(item))
         elif kind != "BOOKMARK":
@@ -121,6 +135,12 @@ class ObjectStore:
         """Remember what the server answered to a write of ours, as long as the stream has not come there."""
         if version_of(item) > self.version:
             self._written[place_of(item)] = item
+
+    def _check(self, item: Object) -> None:
+        """Raise what storing or telling of this object would raise, before anything is changed."""
+        place_of(item)
+        self._group_of(item)
+        version_of(item)
 
     def _put(self, item: Object) -> None:
         place = place_of(item)
@@ -252,18 +272,25 @@ class Informer:
         """Wait before the next try, longer each time; a version that the server has forgotten needs a list."""
         if self._lost_at is None:
             self._lost_at = time.monotonic()
-        if isinstance(error, ApiError) and (error.status in (_GONE, _TOO_LARGE) or error.reason == UNORDERED):
+        if isinstance(error, ApiError) and self._needs_list(error):
             logger.info("%s are listed again: %s", self.kind, error)
             self._synced.clear()
         elif isinstance(error, ApiError):
             logger.warning("%s are not watched: %s", self.kind, error)
         else:
-            # What cannot be understood may have left the store half changed.
             logger.error("%s are not watched", self.kind, exc_info=error)
             self._synced.clear()
         pause = min(_FIRST_PAUSE_SECONDS * 2**self._failures, _MAX_PAUSE_SECONDS)
         self._failures = min(self._failures + 1, 16)
         await asyncio.sleep(pause)
+
+    def _needs_list(self, error: ApiError) -> bool:
+        """Tell whether another watch from the same version would bring the same error."""
+        if error.status in (_GONE, _TOO_LARGE) or error.reason == UNORDERED:
+            return True
+        # What is on the way to the server, or its end, has nothing to do with a version.
+        answered = error.status != 0 or error.reason == UNREADABLE
+        return answered and self._failures + 1 >= _TRIES_OF_A_VERSION
 
 
 class View:

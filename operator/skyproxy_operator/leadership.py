@@ -96,6 +96,9 @@ class Leadership:
         except ApiError as exc:
             if exc.status != 409:  # another one was faster
                 logger.warning("the Lease cannot be taken: %s", exc)
+        except Exception:
+            # A Lease that is none, for which the next try may find a better answer.
+            logger.exception("the Lease cannot be taken")
         return False
 
     async def _take(self) -> bool:
@@ -151,5 +154,5 @@ class Leadership:
                 if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
                     lease["spec"]["holderIdentity"] = ""
                     await self._replace(lease)
-        except (ApiError, TimeoutError) as exc:
+        except Exception as exc:
             logger.debug("the Lease was not given up: %s", exc)

@@ -14,7 +14,7 @@ import yaml
 from aiohttp import web
 
 from skyproxy_operator import cluster as cluster_module
-from skyproxy_operator.cluster import ApiError, ClusterConnection, path_of
+from skyproxy_operator.cluster import UNREADABLE, ApiError, ClusterConnection, path_of
 from tests.operator.makers import make_compute, make_pod
 
 SECRET = "c2VjcmV0LXRva2VuLXRoYXQtbm9ib2R5LXNlZXM="
@@ -262,6 +262,31 @@ async def watched(cluster: ClusterConnection, opened: list[str], silence_seconds
     return [event async for event in events]
 
 
+@pytest.mark.parametrize("body", ["<html>Sign in</html>", "", "null", "[]", '"text"', '{"metadata": {"name": "de'])
+def test_a_success_without_an_object_is_none(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, cluster: ClusterConnection) -> None:
+        path = "/api/v1/namespaces/lab/pods"
+        for place in (("GET", f"{path}/dev-0"), ("GET", path), ("POST", path), ("PATCH", f"{path}/dev-0")):
+            server.answers[place] = (200, body)
+        pod = make_pod(make_compute())
+        told: list[Any] = []
+        cluster.wrote = told.append
+        for request in (
+            cluster.read("v1", "Pod", "lab", "dev-0"),
+            cluster.list_all("v1", "Pod", "lab", {}),
+            cluster.list_version("v1", "Pod", "lab", {}),
+            cluster.create(pod),
+            cluster.apply(pod),
+            cluster.annotate(pod, {"a": "b"}),
+        ):
+            with pytest.raises(ApiError, match="answered with what is no object") as caught:
+                await request
+            assert (caught.value.status, caught.value.reason) == (0, UNREADABLE)
+        assert told == []
+
+    run(scenario, tmp_path, monkeypatch)
+
+
 def test_a_watch_brings_whole_events_however_they_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(server: Server, cluster: ClusterConnection) -> None:
         server.streams["/api/v1/namespaces/lab/pods"] = streaming(b'{"type":"ADDED"}\n{"ty', b'pe":"MODIFIED"}', b"\n")
@@ -283,11 +308,15 @@ def test_a_watch_that_is_refused_or_lost_says_so(tmp_path: Path, monkeypatch: py
         # A connection that says nothing any more may be lost, which is no error: it is opened again.
         server.streams[path] = streaming(b'{"type":"ADDED"}\n', rest=asyncio.Event())
         assert await watched(cluster, opened, silence_seconds=0.2) == [{"type": "ADDED"}]
-        for broken in (streaming(b'{"type":"ADDED"}\n', cut=True), streaming(b"no JSON\n")):
-            server.streams[path] = broken
-            with pytest.raises(ApiError, match="connection was lost") as caught:
+        server.streams[path] = streaming(b'{"type":"ADDED"}\n', cut=True)
+        with pytest.raises(ApiError, match="connection was lost") as caught:
+            await watched(cluster, opened)
+        assert caught.value.status == 0
+        for broken in (b"no JSON\n", b"null\n", b"\n", b"[]\n"):
+            server.streams[path] = streaming(broken)
+            with pytest.raises(ApiError, match="answered with what is no object") as caught:
                 await watched(cluster, opened)
-            assert caught.value.status == 0
+            assert (caught.value.status, caught.value.reason) == (0, UNREADABLE)
 
     run(scenario, tmp_path, monkeypatch)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyproxy_operator import informer as module
-from skyproxy_operator.cluster import ApiError
+from skyproxy_operator.cluster import UNREADABLE, ApiError
 from skyproxy_operator.informer import Informer, ObjectStore, View, compute_of, view_of
 from skyproxy_operator.names import COMPUTE_LABEL
 from tests.operator.virtual_time import run_virtually
@@ -122,6 +122,52 @@ def test_a_version_that_is_no_number_is_refused(version: Any) -> None:
         ObjectStore(compute_of, Told()).change("ADDED", item)
 
 
+def test_the_writes_before_a_server_was_set_back_are_forgotten() -> None:
+    store = ObjectStore(compute_of, Told())
+    store.replace([pod("a", 3)], 500)
+    store.wrote(pod("new", 501))
+    store.replace([pod("a", 3)], 40)
+    assert (names(store.group("lab", "dev")), store.version) == (["a"], 40)
+    store.wrote(pod("b", 41))
+    assert names(store.group("lab", "dev")) == ["a", "b"]
+
+
+def _without(*path: str) -> Object:
+    item: Object = pod("b", 9)
+    part: Any = item
+    for key in path[:-1]:
+        part = part[key]
+    del part[path[-1]]
+    return item
+
+
+STRANGE = [
+    _without("metadata"),
+    _without("metadata", "name"),
+    _without("metadata", "namespace"),
+    _without("metadata", "resourceVersion"),
+    {**pod("b", 9), "metadata": None},
+    {"metadata": {**pod("b", 9)["metadata"], "labels": ["no labels"]}},
+]
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_what_cannot_be_understood_changes_nothing(strange: Object) -> None:
+    told = Told()
+    store = ObjectStore(compute_of, told)
+    store.replace([pod("a", 3), pod("b", 4)], 5)
+    told.changes.clear()
+    wrong = (ApiError, LookupError, TypeError, AttributeError)
+    with pytest.raises(wrong):
+        store.replace([pod("a", 8), strange], 10)
+    for kind in ("ADDED", "MODIFIED", "DELETED"):
+        with pytest.raises(wrong):
+            store.change(kind, strange)
+    # Half of a list would be pods that seem to be gone.
+    assert store.group("lab", "dev") == [pod("a", 3), pod("b", 4)]
+    assert (store.version, told.changes) == (5, [])
+
+
 # --- the informer -----------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +274,28 @@ def test_a_watch_that_ends_at_once_is_not_asked_for_in_a_circle() -> None:
     follow(api, lambda _: len(api.asked) == 6)
     watches = [when for when, what in api.asked if what != "list"]
     assert watches[-1] - watches[0] >= 7.4
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        ApiError("watch of Pod", 500, "InternalError", "etcd event received with PrevKv=nil"),
+        ApiError("watch of Pod", 429, "TooManyRequests", "too many requests"),
+        ApiError("watch of Pod", 0, UNREADABLE, "the API server answered with what is no object"),
+        event("ERROR", {"kind": "Status", "code": 500, "message": "unable to decode an event"}),
+    ],
+)
+def test_a_version_that_a_server_cannot_go_on_from_is_left_after_three_tries(end: Any) -> None:
+    api = Api([([pod("a", 3)], 5), ([pod("a", 8)], 90)], [[end]] * 3)
+    store = follow(api, lambda informer: informer.store.version == 90)
+    assert [what for _, what in api.asked[:5]] == ["list", "5", "5", "5", "list"]
+    assert store.objects() == [pod("a", 8)]
+
+
+def test_a_server_that_cannot_be_reached_keeps_its_version() -> None:
+    api = Api([([pod("a", 3)], 5)], [[LOST]] * 6)
+    follow(api, lambda _: len(api.asked) == 8)
+    assert [what for _, what in api.asked] == ["list", *["5"] * 7]
 
 
 def catch_up(api: Api) -> ObjectStore:

@@ -139,6 +139,47 @@ def test_the_lease_of_one_that_died_runs_out() -> None:
     run(scenario)
 
 
+STRANGE: list[Any] = [
+    {},
+    {"metadata": {"name": "skyproxy-operator"}, "spec": "text"},
+    {"metadata": {"name": "skyproxy-operator"}, "spec": {"holderIdentity": ["x"], "leaseDurationSeconds": "soon"}},
+    {"metadata": {"name": "skyproxy-operator"}, "spec": {"leaseTransitions": {}}},
+]
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_an_answer_that_is_no_lease_ends_no_candidate_and_no_leader_before_its_time(strange: Any) -> None:
+    class Strange(Leases):
+        answer: Any = None
+
+        async def read(self, *_: str) -> dict[str, Any] | None:
+            return await super().read() if self.answer is None else self.answer
+
+        async def request(self, method: str, path: str, *, what: str, body: dict[str, Any]) -> dict[str, Any]:
+            if self.answer is not None:
+                return {}
+            return await super().request(method, path, what=what, body=body)
+
+    async def scenario(_: Leases) -> None:
+        leases = Strange()
+        leases.lease = {"metadata": {"resourceVersion": "0"}, "spec": {}}
+        leases.answer = strange
+        candidate = Candidate(leases, "candidate")
+        await asyncio.sleep(10 * TAKING_PART.lease_seconds)
+        assert not candidate.task.done()
+        leases.answer = None
+        await candidate.working.wait()
+        # For a time that is shorter than a third of what may pass it does not matter.
+        leases.answer = strange
+        await asyncio.sleep(TAKING_PART.lease_seconds / 3)
+        leases.answer = None
+        await asyncio.sleep(10 * TAKING_PART.lease_seconds)
+        assert candidate.working.is_set()
+        await candidate.stop()
+
+    run(scenario)
+
+
 def test_who_cannot_renew_stops_before_another_may_begin() -> None:
     async def scenario(leases: Leases) -> None:
         leader = Candidate(leases, "leader")
