@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, UnknownJobError
 from skyproxy.functions.runner import Runner
 from skyproxy.protocol.messages import JOBS
 from skyproxy.transport.base import Transport
@@ -22,6 +22,8 @@ class NodeJobs:
 
     _opener: Opener | None
     _runner: Runner
+    _is_taken_away = False
+    """True once its pool has ended its worker for good, with its jobs: nobody waits for it to come back."""
 
     def submit_job(
         self,
@@ -117,6 +119,8 @@ class NodeJobs:
         return JobWorker(self._open_jobs, self._runner.shares_files, self._runner.trusted)
 
     def _open_jobs(self) -> Transport:
+        if self._is_taken_away:
+            raise UnknownJobError("the job is gone with its worker, which its pool has taken away")
         if self._opener is None:
             raise ConfigurationError("this node was made without a way to ask its worker")
         return self._opener.open_apart(JOBS)

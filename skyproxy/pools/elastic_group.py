@@ -188,6 +188,18 @@ class ElasticGroup:
             context = contexts[rank] = {"pool": asdict(info), "ports": {}}
         return context
 
+    def places(self, ranks: Sequence[int]) -> list[InstanceInfo]:
+        """Return the places of some processes, as if there were no others, whatever groups they are in.
+
+        Raises:
+            SessionLostError: one is not there any more.
+        """
+        present = self._present
+        gone = [rank for rank in ranks if rank not in present]
+        if gone:
+            raise SessionLostError(f"rank {gone[0]} is not there any more.")
+        return infos_of_members([present[rank] for rank in ranks], self._procs)
+
     # --- broadcasts ---------------------------------------------------------------------------------------------------
 
     def crew(self, ranks: Sequence[int]) -> RankGroup:

@@ -307,6 +307,8 @@ class Membership:
             logger.warning("skyproxy: a node of pool %s could not be ended: %s", self._spec.name, error)
 
     async def _end(self, node: PoolNode) -> None:
+        for member in node.members:
+            member.node._is_taken_away = True
         try:
             await close_nodes([member.node for member in node.members])
         finally:

@@ -6,18 +6,21 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, NoReturn
 
-from skyproxy.errors import ConfigurationError, UnknownJobError
-from skyproxy.runtime.instance import InstanceInfo
+from skyproxy.errors import ConfigurationError, ConnectError, UnknownJobError
 from skyproxy.runtime.lifecycle import free_ports
 
 if TYPE_CHECKING:
     from skyproxy.jobs.job import Job
     from skyproxy.jobs.submitting import JobWorker
     from skyproxy.node import Node
+    from skyproxy.pools.elastic_workers import ElasticWorkers
     from skyproxy.pools.growth import Nodes
     from skyproxy.pools.job_holds import JobHolds
+    from skyproxy.pools.workers import Workers
 
 
 class PoolJobs:
@@ -36,8 +39,11 @@ class PoolJobs:
         def nodes(self) -> Sequence[Node]:
             """The connections to all processes, by rank."""
 
-        def rank_info(self, rank: int) -> InstanceInfo:
-            """The place of a rank."""
+        def _members(self) -> Mapping[int, Node]:
+            """The processes that are there, by rank."""
+
+        def _running_workers(self) -> Workers | ElasticWorkers:
+            """What the pool runs on."""
 
     def submit_job(
         self,
@@ -97,7 +103,7 @@ class PoolJobs:
             return hold(submit_script(script, job_places(self), options, torchrun=True))
 
     def _place_for_job(self, rank: int | None) -> tuple[int, Node]:
-        places = dict(zip(self.ranks, self.nodes, strict=False))
+        places = self._members()
         chosen = min(places, default=0) if rank is None else rank
         if chosen not in places:
             known = ", ".join(map(str, places)) or "none"
@@ -128,27 +134,59 @@ class PoolJobs:
             print(pool.job("night-run").status().state)
             ```
         """
-        from skyproxy.jobs.job import Job
+        return _found_job(name, self.nodes)
 
-        found = []
-        for node in self.nodes:
-            try:
-                node.job(name)
-            except UnknownJobError:
-                continue
-            found.append(node)
-        if not found:
-            raise UnknownJobError(f"there is no job {name!r} on the workers of this pool")
-        place = found[0]._job_place()
-        return Job(name, [node._job_place().open_connection for node in found], trusted=place.trusted)
+
+def _found_job(name: str, nodes: Sequence[Node]) -> Job:
+    """Put a job together from the parts of it that nodes have.
+
+    A node that cannot be reached stands for a part that no other has; a part that is on no node is one that went with
+    its worker, which whoever asks for it is told: a job without it would seem to have succeeded.
+    """
+    from skyproxy.jobs.job import Job
+    from skyproxy.jobs.link import JobLink, OpenConnection, part_of
+
+    parts: list[tuple[int, OpenConnection]] = []
+    unreachable: list[OpenConnection] = []
+    first_error: ConnectError | None = None
+    count, is_trusted = 1, True
+    for place in (node._job_place() for node in nodes):
+        try:
+            with JobLink(place.open_connection) as link:
+                index, count = part_of(link.ask("status", name=name)[0])
+        except UnknownJobError:
+            continue
+        except ConnectError as error:
+            first_error = first_error or error
+            unreachable.append(place.open_connection)
+            continue
+        parts.append((index, place.open_connection))
+        is_trusted = is_trusted and place.trusted
+    if not parts:
+        raise first_error or UnknownJobError(f"there is no job {name!r} on the workers of this pool")
+    elsewhere = iter(unreachable)
+    for index in set(range(count)) - {index for index, _ in parts}:
+        parts.append((index, next(elsewhere, partial(_open_nothing, name))))
+    return Job(name, [opening for _, opening in sorted(parts, key=itemgetter(0))], trusted=is_trusted)
+
+
+def _open_nothing(name: str) -> NoReturn:
+    raise UnknownJobError(f"a part of the job {name} is gone with its worker")
 
 
 def job_places(pool: PoolJobs) -> list[JobWorker]:
     """Return the first process of each node, with its place for torchrun and a port of this job's own."""
-    infos = [pool.rank_info(rank) for rank in pool.ranks]
-    (port,) = pool.nodes[0].submit(free_ports, 1, results="value").result()
+    members = pool._members()
+    if not members:
+        raise ConfigurationError(
+            "this pool has no process at this moment, so there is no place for a script. Nodes(minimum, maximum) keeps "
+            "a minimum in any case; else a call starts the first one."
+        )
+    infos = pool._running_workers().group.places(list(members))
+    nodes = list(members.values())
+    (port,) = nodes[0].submit(free_ports, 1, results="value").result()
     return [
         replace(node._job_place(), info=replace(info, head_port=port, job=""))
-        for node, info in zip(pool.nodes, infos, strict=True)
+        for node, info in zip(nodes, infos, strict=True)
         if info.local_rank == 0
     ]

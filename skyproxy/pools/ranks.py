@@ -100,6 +100,10 @@ class RankGroup:
             context = contexts[rank] = {"pool": asdict(info), "ports": dict(self._ports)}
         return context
 
+    def places(self, ranks: Sequence[int]) -> list[InstanceInfo]:
+        """Return the places of ranks, without what a formed group has of its own: its name and its ports."""
+        return [self._infos[rank] for rank in ranks]
+
     @staticmethod
     def task(function: Callable[..., object]) -> Task:
         """The function as it goes to the ranks: called there as the plugins want it, and known to run."""
