@@ -65,6 +65,7 @@ class WorkerJob:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._stop = ""
+        self._is_saved = True
         self._stopping = threading.Event()
         self._still = threading.Event()
         self._still.set()
@@ -145,12 +146,24 @@ class WorkerJob:
                 self._note(FAILED)
         finally:
             self.process_id = None
-            if self.record.has_ended:
-                (self.folder / PAYLOAD).unlink(missing_ok=True)
-            self.log.close()
+            self._tidy()
             self._still.set()
             self.log.wake()
             self._on_end()
+
+    def _tidy(self) -> None:
+        """Keep what is asked for later; nothing that the job has done to its folder may keep it from standing still."""
+        if self.record.has_ended:
+            with contextlib.suppress(OSError):
+                (self.folder / PAYLOAD).unlink(missing_ok=True)
+            with self._lock:
+                if not self._is_saved:
+                    # The disk was full, and has the room of the payload now: a job that has ended must not run again.
+                    self._save()
+        try:
+            self.log.close()
+        except OSError as error:
+            logger.error("the log of job %s cannot be closed: %s", self.record.name, error)
 
     def _after(self, code: int) -> float | None:
         """Take note of how a process ended; return the pause before the next one, None for no other."""
@@ -179,10 +192,15 @@ class WorkerJob:
             record.started_at, record.ended_at, record.exit_code, record.signal = time.time(), None, None, None
         elif state != RESTARTING:
             record.ended_at = time.time()
+        self._save()
+
+    def _save(self) -> None:
         try:
-            record.save(self.folder)
+            self.record.save(self.folder)
+            self._is_saved = True
         except OSError as error:
-            logger.error("the record of job %s cannot be written: %s", record.name, error)
+            self._is_saved = False
+            logger.error("the record of job %s cannot be written: %s", self.record.name, error)
 
     def _say(self, text: str) -> None:
         self.log.write(f"[skyproxy] {self.record.name}: {text}\n".encode("utf-8", "replace"))

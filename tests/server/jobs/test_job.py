@@ -158,6 +158,13 @@ def test_its_payload_goes_when_it_has_ended_and_a_result_is_there_only_where_it_
     assert (job.folder / RESULT).read_text() == "x"
 
 
+def test_a_job_that_spoils_its_folder_stands_still_all_the_same(jobs: Jobs, tmp_path: Path) -> None:
+    spoiling = "import os\nos.chdir(os.environ['SKYPROXY_JOB_FOLDER'])\nos.remove('payload')\nos.mkdir('payload')\n"
+    job = submit(jobs, payload_of(tmp_path, spoiling))
+    assert job.wait(PATIENCE_SECONDS)
+    assert job.record.state == SUCCEEDED
+
+
 def test_bytes_that_are_no_job_end_with_a_traceback(jobs: Jobs) -> None:
     job = submit(jobs, b"\xc1nonsense")
     assert job.wait(PATIENCE_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyproxy.errors import ConfigurationError, LimitExceededError
-from skyproxy_server.jobs.job import WorkerJob
+from skyproxy_server.jobs.job import PAYLOAD, WorkerJob
 from skyproxy_server.jobs.records import (
     CANCELLED,
     FAILED,
@@ -19,6 +20,7 @@ from skyproxy_server.jobs.records import (
     PREEMPTED,
     RUNNING,
     SUCCEEDED,
+    JobRecord,
     asked_record,
     owner_folder,
 )
@@ -149,6 +151,25 @@ def test_an_ended_job_keeps_its_status_and_log(tmp_path: Path) -> None:
         assert (job.record.state, job.record.exit_code, text_of(job)) == (FAILED, 2, "here\n")
     finally:
         after.close()
+
+
+def test_a_job_that_ended_on_a_full_disk_does_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = JobRecord.save
+
+    def save_if_there_is_room(record: JobRecord, folder: Path) -> None:
+        if record.has_ended and (folder / PAYLOAD).exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(record, folder)
+
+    monkeypatch.setattr(JobRecord, "save", save_if_there_is_room)
+    jobs = Jobs(tmp_path / "jobs", limits())
+    job = ended(submit(jobs, payload_of(tmp_path, "print('once')"), name="a", max_restarts=3))
+    assert job.record.state == SUCCEEDED
+    jobs.close()
+    after = Jobs(tmp_path / "jobs", limits())
+    found = after.find(ME, "a")
+    assert (found.record.state, found.is_running, text_of(found)) == (SUCCEEDED, False, "once\n")
+    after.close()
 
 
 def test_what_is_no_job_in_the_folder_is_left_alone(tmp_path: Path) -> None:
