@@ -24,7 +24,7 @@ _calls = MemoizedCall(follows_caller=True)
 _Mask = tuple[bool, bool, bool]
 _Junctions = dict[str, "_Junction"]
 _Make = Callable[[torch.Tensor], torch.Tensor]
-_Left = list[tuple[int, torch.Tensor]]  # the engine's task, and a gradient of the view
+_Left = dict[int, torch.Tensor]  # a gradient of the view, by the task of the engine
 _divided = aten.linear.default._op_dk
 _records_graphs = torch.is_grad_enabled
 _node_that_runs = torch._C._current_autograd_node
@@ -122,8 +122,8 @@ class _Meeting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        task, found = ctx.left.pop() if ctx.left else (-1, None)
-        if found is not None and task == torch._C._current_graph_task_id():
+        found = ctx.left.pop(torch._C._current_graph_task_id(), None)
+        if found is not None:
             gradient = found if gradient is None else gradient + found
         if gradient is not None:
             gradient = gradient.t() if ctx.transposes else gradient.reshape(ctx.size)
@@ -143,7 +143,7 @@ class _Junction:
     __slots__ = ("_left", "view")
 
     def __init__(self, operand: torch.Tensor, make: _Make) -> None:
-        self._left: _Left = []
+        self._left: _Left = {}
         view: Any = _Meeting.apply(operand, make, self._left)  # type: ignore[no-untyped-call]
         self.view: torch.Tensor = view
         layer: Any = _node_that_runs()
@@ -157,7 +157,7 @@ class _Junction:
         """Leave the gradient of the view to its node, if that is going to run."""
         if not torch._C._will_engine_execute_node(self._node()):
             return False
-        self._left[:] = [(torch._C._current_graph_task_id(), gradient)]
+        self._left[torch._C._current_graph_task_id()] = gradient
         return True
 
 
