@@ -165,6 +165,10 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ),
     "pivots of 64 bits": lambda x, i: torch.linalg.lu_solve(x.diag(), i, x.view(3, 1)),
     "pivots of 64 bits to unpack": lambda x, i: torch.lu_unpack(x.diag(), i),
+    "factors that are no matrix": lambda x, i: torch.linalg.lu_solve(x, i.int() + 1, x.view(3, 1)),
+    "factors that are no matrix of an older name": lambda x, i: torch.lu_solve(x.view(3, 1), x, i.int() + 1),
+    "factors that are no matrix to unpack": lambda x, i: torch.lu_unpack(x, i.int() + 1),
+    "symmetric factors that are no matrix": lambda x, i: torch.linalg.ldl_solve(x, i.int() + 1, x.view(3, 1)),
     "a gamma function of no dimension": lambda x, i: torch.special.multigammaln(x.new_ones(300, 300), 0),
     "windows of integers": lambda x, i: F.unfold(i.reshape(1, 1, 1, 3), 1),
 }
