@@ -43,7 +43,7 @@ class PoolJobs:
             """The processes that are there, by rank."""
 
         def _running_workers(self) -> Workers | ElasticWorkers:
-            """What the pool runs on."""
+            """Return what the pool runs on."""
 
     def submit_job(
         self,
