@@ -132,6 +132,10 @@ def is_plain_convolution(*arguments: object) -> bool:
     return torch._C._select_conv_backend(*arguments) in plain
 
 
+node_that_runs: Callable[[], Any] = torch._C._current_autograd_node
+engine_task: Callable[[], int] = torch._C._current_graph_task_id
+will_run: Callable[..., bool] = torch._C._will_engine_execute_node
+
 __all__ = [
     "BelowAutograd",
     "DelayedError",
@@ -158,6 +162,7 @@ __all__ = [
     "count_function_modes",
     "disable_current_modes",
     "disabled_torch_function",
+    "engine_task",
     "explain_missing_names",
     "fake_tensors",
     "flash_attention_enabled",
@@ -174,6 +179,7 @@ __all__ = [
     "maybe_resize_out",
     "mkldnn_enabled",
     "name_gradients",
+    "node_that_runs",
     "pytree",
     "rule_registry",
     "safe_copy_out",
@@ -183,4 +189,5 @@ __all__ = [
     "unset_fake_temporarily",
     "unwrap_gradients",
     "unwrapped",
+    "will_run",
 ]

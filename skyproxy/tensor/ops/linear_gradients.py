@@ -16,7 +16,12 @@ import torch
 
 from skyproxy import torch_versions
 from skyproxy.tensor.core.metadata import Meta
-from skyproxy.tensor.core.torch_private import DispatchKey
+from skyproxy.tensor.core.torch_private import (
+    DispatchKey,
+    engine_task,
+    node_that_runs,
+    will_run,
+)
 from skyproxy.tensor.dispatch.memoized_calls import MemoizedCall
 
 aten = torch.ops.aten
@@ -27,7 +32,6 @@ _Make = Callable[[torch.Tensor], torch.Tensor]
 _Left = dict[int, torch.Tensor]  # a gradient of the view, by the task of the engine
 _divided = aten.linear.default._op_dk
 _records_graphs = torch.is_grad_enabled
-_node_that_runs = torch._C._current_autograd_node
 _JUNCTIONS = "skyproxy: junctions"  # where a node's metadata has them
 # The last of the parts of a layer with a bias is `aten::view`, and from 2.15 on `aten::_unsafe_view`.
 _ENDS_IN_VIEW = torch_versions.minor(torch.__version__) < (2, 15)
@@ -122,7 +126,7 @@ class _Meeting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        found = ctx.left.pop(torch._C._current_graph_task_id(), None)
+        found = ctx.left.pop(engine_task(), None)
         if found is not None:
             gradient = found if gradient is None else gradient + found
         if gradient is not None:
@@ -131,7 +135,7 @@ class _Meeting(torch.autograd.Function):
 
 
 class _Junction:
-    """Where the gradients of one operand of a layer meet: that of the layer, and those of the layer's backward.
+    """Meeting place of the gradients of one operand of a layer: that of the layer, and those of the layer's backward.
 
     In PyTorch's parts that is the node of the operand's view. Of a weight that several layers use, each layer's
     gradients are summed there, and then the layers'; in another order the last bits differ.
@@ -146,7 +150,7 @@ class _Junction:
         self._left: _Left = {}
         view: Any = _Meeting.apply(operand, make, self._left)  # type: ignore[no-untyped-call]
         self.view: torch.Tensor = view
-        layer: Any = _node_that_runs()
+        layer = node_that_runs()
         # The engine takes the latest first: right after the layer, and after all that adds to the view's gradient.
         self._node()._set_sequence_nr(layer._sequence_nr() - 1)
 
@@ -155,9 +159,9 @@ class _Junction:
 
     def leave(self, gradient: torch.Tensor) -> bool:
         """Leave the gradient of the view to its node, if that is going to run."""
-        if not torch._C._will_engine_execute_node(self._node()):
+        if not will_run(self._node()):
             return False
-        self._left[torch._C._current_graph_task_id()] = gradient
+        self._left[engine_task()] = gradient
         return True
 
 
@@ -200,7 +204,7 @@ def _noted_gradients(
     x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, mask: list[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     wanted = (mask[0], mask[1], mask[2])
-    node: Any = _node_that_runs()
+    node = node_that_runs()
     junctions: _Junctions | None = None if node is None else node.metadata.get(_JUNCTIONS)
     if _records_graphs():
         if junctions is None and node is not None and node.name() == "LinearBackward0":
