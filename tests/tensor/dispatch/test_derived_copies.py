@@ -65,8 +65,13 @@ def test_where_a_fraction_is_among_uploaded_ones_needs_no_wait(dtype: torch.dtyp
     assert (there == there[2]).nonzero().flatten().tolist() == [0, 2]
 
 
-def test_whether_a_subnormal_number_is_zero_says_the_worker(sky1: str) -> None:
-    values = torch.tensor([1e-40, 0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("end", ["least", "largest"])
+def test_whether_a_subnormal_number_is_zero_says_the_worker(end: str, dtype: torch.dtype, sky1: str) -> None:
+    tiny = torch.finfo(dtype).tiny
+    values = torch.tensor([torch.finfo(dtype).eps * tiny, 0.0, 1.0], dtype=torch.float64).to(dtype)
+    if end == "largest":
+        values[0] = tiny - values[0].double()
     there = values.to(sky1)
     before = trips()
     assert (there == 0).tolist() == [False, True, False]
@@ -121,6 +126,38 @@ def test_numbers_that_came_another_way_meanwhile_are_not_taken_for_those_of_befo
     x.add_(10)
     assert [bool(answer) for answer in answers] == [False] * 5 + [True] * 3
     assert all(bool(x[place] > 4) for place in range(8))
+
+
+def test_numbers_that_are_asked_for_after_a_write_are_not_taken_for_those_of_before(sky1: str) -> None:
+    x = torch.arange(8.0).to(sky1) * 1
+    early = [x[place] > 4 for place in range(8)]
+    assert not bool(early[0])
+    x[1].item()
+    x.add_(10)
+    late = [x[place] > 14 for place in range(8)]
+    assert not bool(late[0])
+    assert [bool(answer) for answer in early] == [False] * 5 + [True] * 3
+    assert [bool(answer) for answer in late] == [False] * 5 + [True] * 3
+
+
+def test_numbers_that_change_while_they_are_fetched_are_not_taken_for_those_of_before(
+    sky1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.arange(8.0).to(sky1) * 1
+    answers = [x[place] > 4 for place in range(8)]
+    assert not bool(answers[0])
+    session = x._sky.device.session  # type: ignore[attr-defined]
+    fetch = session.fetch
+
+    def fetch_after_a_write(*args: object) -> torch.Tensor:
+        monkeypatch.undo()
+        x.add_(10)  # as another thread may
+        found: torch.Tensor = fetch(*args)
+        return found
+
+    monkeypatch.setattr(session, "fetch", fetch_after_a_write)
+    assert [bool(answer) for answer in answers] == [False] * 5 + [True] * 3
+    assert session.fetch == fetch, "the write was never made"
 
 
 def test_what_a_comparison_was_made_of_is_let_go(sky1: str) -> None:
@@ -193,6 +230,34 @@ def test_what_is_computed_of_unknown_numbers_is_asked_for(sky1: str) -> None:
     found = torch.arange(4, device=sky1) + unknown
     waits(found.tolist, [0, 1, 2, 3], most=1)
     assert (torch.arange(4, device=sky1) / 2).tolist() == [0, 0.5, 1, 1.5]
+
+
+MADE_WITH_FRACTIONS: dict[str, Question] = {
+    "converted": lambda x: torch.tensor([0.0, 1.0]).to(x.device).long(),
+    "negated": lambda x: torch.tensor([0.0, 1.0]).to(x.device).logical_not(),
+    "compared": lambda x: x > 0.5,
+    "of half precision": lambda x: torch.tensor([0.0, 1.0], dtype=torch.float16).to(x.device) > 0.1,
+}
+
+
+@pytest.mark.parametrize("name", MADE_WITH_FRACTIONS)
+def test_what_is_made_with_fractions_in_another_way_is_asked_for(name: str, sky1: str) -> None:
+    x = torch.arange(2)
+    expected = MADE_WITH_FRACTIONS[name](x).tolist()
+    found = MADE_WITH_FRACTIONS[name](x.to(sky1))
+    before = trips()
+    assert found.tolist() == expected
+    assert trips() == before + 1
+
+
+def test_a_later_default_dtype_does_not_decide_a_comparison(sky1: str) -> None:
+    large = torch.tensor([2**24 + 1])
+    expected, found = large == float(2**24), large.to(sky1) == float(2**24)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert found.tolist() == expected.tolist() == [True]
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_chain_ends(sky1: str) -> None:
