@@ -58,6 +58,10 @@ def test_a_number_that_was_sent_or_asked_for_needs_no_wait(source: str, sky: str
     assert free(lambda: bool(tensor))
 
 
+def test_a_number_of_a_file_may_lie_among_others(sky: str) -> None:
+    assert [loaded(torch.tensor([3, 4])[place], sky).item() for place in (0, 1)] == [3, 4]
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_counter_that_is_read_each_time_never_waits(dtype: torch.dtype, source: str, sky: str) -> None:
