@@ -148,13 +148,12 @@ class _Junction:
 
     def __init__(self, operand: torch.Tensor, make: _Make) -> None:
         self._left: _Left = {}
-        view: Any = _Meeting.apply(operand, make, self._left)  # type: ignore[no-untyped-call]
-        self.view: torch.Tensor = view
+        self.view: torch.Tensor = _Meeting.apply(operand, make, self._left)  # type: ignore[no-untyped-call]
         layer = node_that_runs()
         # The engine takes the latest first: right after the layer, and after all that adds to the view's gradient.
-        self._node()._set_sequence_nr(layer._sequence_nr() - 1)
+        self._node()._set_sequence_nr(layer._sequence_nr() - 1)  # type: ignore[union-attr]
 
-    def _node(self) -> Any:
+    def _node(self) -> torch.autograd.graph.Node | None:
         return self.view.grad_fn
 
     def leave(self, gradient: torch.Tensor) -> bool:
