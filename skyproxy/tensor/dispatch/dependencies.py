@@ -31,7 +31,7 @@ _UNUSED = "__module"
 _INNER_FUNCTIONS = ("_DEREF", "_CLOSURE", "MAKE_FUNCTION", "YIELD", "RETURN_GENERATOR", "MAKE_CELL", "COPY_FREE_VARS")
 _REFUSED = (*_EFFECTS, *_INNER_FUNCTIONS)
 _NULL_FOLLOWS = sys.version_info >= (3, 13)
-"""Whether the mark of a call comes behind what is called. Before 3.13 it comes first: that of another may follow."""
+"""Marks of calls come behind what is called. Before 3.13 they come first, so that one may follow that is another's."""
 
 Reader = Callable[..., tuple[tuple[object, ...], tuple[object, ...]]]
 """Takes the arguments of a call; gives those that it depends on, and all else that it finds now."""
