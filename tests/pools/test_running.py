@@ -16,7 +16,9 @@ pytestmark = pytest.mark.timeout(120)
 def run_program(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     path = folder / "program.py"
     path.write_text(textwrap.dedent(text), encoding="utf-8")
-    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=110)
+    # Python 3.12 warns of every fork where there are threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
 
 
 @pytest.mark.parametrize(
