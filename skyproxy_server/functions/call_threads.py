@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import gc
 import os
 import queue
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -30,6 +32,8 @@ _PYTHONS_OWN = frozenset({"Py_Repr"})
 
 _thread_dictionary = ctypes.pythonapi.PyThreadState_GetDict
 _thread_dictionary.restype = ctypes.c_void_p  # borrowed: as an object, it would be released by us
+_LOCALS_ARE_APART = sys.version_info >= (3, 13)
+_own = threading.local()
 
 
 class CallThreads:
@@ -67,7 +71,8 @@ class CallThreads:
         """Call what a thread is given, until it must end; on that thread."""
         process, generation = os.getpid(), self._generation
         prepare_thread()  # or the first result would seem to have left something
-        before = _state()
+        watcher = _find_watcher()
+        before = _State(watcher)
         while (job := self._next_job(thread)) is not None:
             body, thread.thread.name = job
             del job
@@ -77,7 +82,7 @@ class CallThreads:
             if os.getpid() != process:
                 return  # a function forked, and this is what its child has of all threads
             took = self._clock() - began_at
-            after = _state()
+            after = _State(watcher)
             if after.threads != before.threads:
                 self._forget_all()  # new threads begin with the new number, and so must the next call
             if after != before or took > _SHORT_SECONDS or torch.cuda.is_initialized():
@@ -126,9 +131,12 @@ class _State:
 
     Attributes:
         threads: the number that PyTorch computes with.
+
+    Args:
+        watcher: what `_find_watcher` found in this thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watcher: weakref.ref[object] | None) -> None:
         native = torch._C
         self.threads = torch.get_num_threads()
         self._others = (
@@ -151,6 +159,7 @@ class _State:
             os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else None,
             os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
             _thread_locals(),
+            _count_locals(watcher) if _LOCALS_ARE_APART else None,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -159,13 +168,34 @@ class _State:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _state() -> _State:
-    return _State()
-
-
 def _thread_locals() -> frozenset[object]:
     """Return the thread-local variables that have a value in this thread, by the names that Python gives them."""
     address = _thread_dictionary()
     if not address:
         return frozenset()
     return frozenset(ctypes.cast(address, ctypes.py_object).value) - _PYTHONS_OWN
+
+
+def _find_watcher() -> weakref.ref[object] | None:
+    """Return the reference by which a thread-local variable learns of the end of this thread; None: of no use, or none.
+
+    From Python 3.13 on, values of such variables are no entries of the thread's dictionary. All of them watch one
+    object of the thread, which nothing else refers to weakly. To be called once in a thread.
+    """
+    if not _LOCALS_ARE_APART:
+        return None
+    known = _watchers()  # held, so that none of the new ones gets the place of one of these
+    _own.is_watching = True
+    places = set(map(id, known))
+    found = [each for each in _watchers() if id(each) not in places]
+    return found[0] if len(found) == 1 else None  # two threads may do this at once, and are not kept then
+
+
+def _watchers() -> list[weakref.ref[object]]:
+    """Return the references by which `_own` learns of the ends of threads that have a value of it."""
+    return [each for part in gc.get_referents(_own) if isinstance(part, set) for each in list(part)]
+
+
+def _count_locals(watcher: weakref.ref[object] | None) -> object:
+    """Count the thread-local variables that have a value in this thread; what equals nothing where that is unknown."""
+    return weakref.getweakrefcount(watcher()) if watcher is not None else object()
