@@ -16,12 +16,7 @@ import torch
 
 from skyproxy import torch_versions
 from skyproxy.tensor.core.metadata import Meta
-from skyproxy.tensor.core.torch_private import (
-    DispatchKey,
-    engine_task,
-    node_that_runs,
-    will_run,
-)
+from skyproxy.tensor.core.torch_private import DispatchKey, engine_task, node_that_runs, will_run
 from skyproxy.tensor.dispatch.memoized_calls import MemoizedCall
 
 aten = torch.ops.aten

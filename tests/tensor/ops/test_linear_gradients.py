@@ -262,9 +262,8 @@ def test_gradients_of_gradients_are_summed_in_the_cpus_order_where_a_layer_is_us
             for i, x in enumerate(inputs):
                 y = model(x)
                 y = slope = y[0] if isinstance(y, tuple) else y
-                if (
-                    i + 1 < calls or calls == 1
-                ):  # the last call has no gradient in the loss, as boundary conditions have
+                # The last of several has no gradient in the loss, as the boundary conditions of an equation have none.
+                if i + 1 < calls or calls == 1:
                     for _ in range(order):
                         (slope,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
                     loss = loss + slope.square().mean()
