@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / ".ci"))
 
-from limits import run_limited, session_timeout  # noqa: E402
+from limits import end_with_processes, run_limited, session_timeout  # noqa: E402
 
 LIMIT_SECONDS = 470
 """For a stage: below eight minutes, so that each fits where a command may take ten."""
@@ -321,4 +321,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_with_processes()
     sys.exit(main())

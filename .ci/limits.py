@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -39,6 +40,11 @@ def run_limited(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def end_with_processes() -> None:
+    """Let SIGTERM end this process as an interrupt does, so that what `run_limited` started ends with it."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def session_timeout(limit_seconds: float) -> str:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
 from environments import cache_folder, make_environment  # noqa: E402
-from limits import run_limited  # noqa: E402
+from limits import end_with_processes, run_limited  # noqa: E402
 
 from tests.upstream.comparison import Comparison, Result, compare, read_results  # noqa: E402
 from tests.upstream.differences import DIFFERENCES  # noqa: E402
@@ -228,4 +228,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_with_processes()
     sys.exit(main())
