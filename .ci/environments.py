@@ -16,7 +16,7 @@ def cache_folder(name: str) -> Path:
 
 
 def make_environment(folder: Path, torch: str, packages: Sequence[str], apart: Sequence[str] = ()) -> Path:
-    """Make a virtual environment, where it is not there whole.
+    """Make a virtual environment, where it is not there whole; install what is wanted by now and is not in it.
 
     Args:
         folder: where to keep it.
@@ -32,13 +32,17 @@ def make_environment(folder: Path, torch: str, packages: Sequence[str], apart: S
         subprocess.CalledProcessError: if pip cannot install it.
     """
     python, ready = folder / "bin" / "python", folder / "ready"
+    contents = "\n".join([torch, *packages, *(f"apart: {package}" for package in apart)])
+    if ready.exists() and ready.read_text(encoding="utf-8") == contents:
+        return python
     if not ready.exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet"]
-        for wanted in ([torch], [torch, *packages]):
-            subprocess.run([*pip, *wanted], check=True)
-        if apart:
-            subprocess.run([*pip, "--no-deps", "--target", str(folder / "apart"), *apart], check=True)
-        ready.touch()
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    for wanted in ([torch], [torch, *packages]):
+        subprocess.run([*pip, *wanted], check=True)
+    if apart:
+        shutil.rmtree(folder / "apart", ignore_errors=True)
+        subprocess.run([*pip, "--no-deps", "--target", str(folder / "apart"), *apart], check=True)
+    ready.write_text(contents, encoding="utf-8")
     return python

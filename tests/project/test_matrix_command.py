@@ -143,3 +143,21 @@ def test_a_command_that_is_told_to_end_ends_what_it_started(tmp_path: Path) -> N
         command.terminate()
         assert command.wait(60) == 128 + signal.SIGTERM
         started.wait(30)
+
+
+def test_an_environment_gets_what_the_list_of_packages_has_since(
+    matrix: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = list[list[str]]()
+    monkeypatch.setattr(matrix.subprocess, "run", lambda command, check: ran.append(list(command)))
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    (folder / "ready").touch()  # of a version that kept no list
+    wanted = ["torch==2.15.*", "numpy", "psutil"]
+    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    matrix.make_environment(folder, wanted[0], wanted[1:])
+    assert ran == [[*install, wanted[0]], [*install, *wanted]]
+    matrix.make_environment(folder, wanted[0], wanted[1:])
+    assert len(ran) == 2
+    matrix.make_environment(folder, wanted[0], [*wanted[1:], "tqdm"])
+    assert ran[2:] == [[*install, wanted[0]], [*install, *wanted, "tqdm"]]
