@@ -186,7 +186,7 @@ def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on() -> None:
     if pid == 0:
         good = fails(lambda: x.cpu()) and fails(lambda: (x + 1).sum().item()) and fails(torch.sky.synchronize)
         good = good and fails(lambda: torch.zeros(300_000).to("sky:0")) and torch.sky._is_in_bad_fork()
-        # At its line: what only fails where a queue's thread pickles it leaves a DataLoader waiting.
+        # At its line, so that a DataLoader's worker says where.
         good = good and fails(lambda: x + 1) and fails(lambda: torch.ones(2, device="sky:0"))
         os._exit(0 if good else 1)
     assert os.waitpid(pid, 0)[1] == 0
@@ -204,6 +204,7 @@ def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on() -> None:
         for (batch,) in DataLoader(data, batch_size=4, num_workers=2):
             total += batch.to("sky:0").sum()
     print(total.item())
+    assert fails(lambda: next(iter(DataLoader([x, x], num_workers=1, collate_fn=list))))  # a worker that reads nothing
     """
     done = run_program(source)
     assert done.returncode == 0, done.stderr

@@ -73,6 +73,7 @@ with explain_missing_names():
     DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
     count_dispatch_modes = torch._C._len_torch_dispatch_stack
     count_function_modes = torch._C._len_torch_function_stack
+    function_modes: Callable[[], list[object]] = torch.overrides._get_current_function_mode_stack
     function_transform_level = torch._C._functorch.maybe_current_level
     is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
     is_gradient_wrapper = torch._C._functorch.is_gradtrackingtensor
@@ -166,6 +167,7 @@ __all__ = [
     "explain_missing_names",
     "fake_tensors",
     "flash_attention_enabled",
+    "function_modes",
     "function_transform_level",
     "has_kernel",
     "has_modes_or_transforms",

@@ -164,6 +164,13 @@ def _set_storage_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwarg
     return target
 
 
+@implements("inductor::resize_storage_bytes_")
+def _resize_storage_bytes(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
+    """What FSDP does to parameters in a graph; PyTorch's own kernel would resize the storage that C++ knows."""
+    tensor, size = args
+    tensor.untyped_storage().resize_(int(size))
+
+
 @implements("aten::_has_same_storage_numel")
 def _has_same_storage_numel(
     info: OpInfo, func: OpOverload, args: tuple[torch.Tensor, torch.Tensor], kwargs: dict[str, object]

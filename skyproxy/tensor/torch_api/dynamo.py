@@ -245,9 +245,9 @@ def _compile_fx(self: object, model_: Any, inputs_: Sequence[object], **options:
 _plain_compile_fx: Callable[..., object]
 
 
-def _coerce(self: RemoteTensor, expected_metadata: object, expected_type: object = None) -> RemoteTensor:
-    """A gradient that comes into compiled code: equivalent to a plain tensor."""
-    return self
+def _coerce(self: RemoteTensor, expected_metadata: object, expected_type: object = torch.Tensor) -> RemoteTensor | None:
+    """A gradient that comes into compiled code: equivalent to a plain tensor, and to no wrapper of several."""
+    return self if expected_type is torch.Tensor else None
 
 
 def install() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import _utils
 
 from skyproxy import patching, torch_codec
-from skyproxy.errors import ConfigurationError
+from skyproxy.errors import ConfigurationError, SkyproxyError
 from skyproxy.tensor.core.attributes import user_attributes
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.memory import memory_of
@@ -21,10 +23,13 @@ from skyproxy.tensor.core.metadata import Meta, plain_meta
 from skyproxy.tensor.core.prefetching import READER, reading_ahead
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, adopt
 from skyproxy.tensor.core.storage import SkyStorage, bytes_of, storage_from_bytes, view_of
+from skyproxy.tensor.core.torch_private import fake_tensors, function_modes
 
 _PRIORITY = 5  # before PyTorch's own, which have 10 and more and would answer for any device
 _IN_BLOCKS = "tensors are fetched in blocks before they are written, not with one round trip each"
 _compressed = (torch.sparse_csr, torch.sparse_bsr)
+_print_and_drop: object = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+Reduced: TypeAlias = tuple[Callable[..., object], tuple[object, ...]]
 
 
 # --- torch.save and torch.load ---------------------------------------------------------------------------------------
@@ -72,7 +77,33 @@ def _is_storage(obj: object) -> bool:
     return isinstance(obj, SkyStorage) or type(obj) in torch._storage_classes
 
 
-def _reduce_ex(self: RemoteTensor, protocol: int) -> object:
+def _telling_readers(reduce: Callable[..., Reduced]) -> Callable[..., Reduced]:
+    """Raise an error of a queue's own thread where the value would be read.
+
+    That thread prints what goes wrong while it pickles, and drops the value: a reader, such as a `DataLoader`, would
+    wait for it for ever. Executors have a handler of their own, which tells the future.
+    """
+
+    @functools.wraps(reduce)
+    def reduce_or_tell(value: object, *args: object) -> Reduced:
+        try:
+            return reduce(value, *args)
+        except SkyproxyError as error:
+            if _print_and_drop not in getattr(threading.current_thread(), "_args", ()):
+                raise
+            return _raise, (error,)
+
+    return reduce_or_tell
+
+
+def _raise(error: SkyproxyError) -> None:
+    """Raise what kept another process from sending a tensor."""
+    error.add_note("This was raised in the process that was to send a tensor.")
+    raise error
+
+
+@_telling_readers
+def _reduce_ex(self: RemoteTensor, protocol: int) -> Reduced:
     """As PyTorch writes a tensor of any other device; nothing in it names skyproxy but the location "sky:1"."""
     state = user_attributes(self)
     if isinstance(self, torch.nn.Parameter):
@@ -87,7 +118,7 @@ def _reduce_ex(self: RemoteTensor, protocol: int) -> object:
     return rebuild, parts
 
 
-def _reduce_strided(tensor: torch.Tensor) -> tuple[Callable[..., object], tuple[object, ...]]:
+def _reduce_strided(tensor: torch.Tensor) -> Reduced:
     bits = {name: True for name, is_set in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if is_set}
     metadata = (bits,) if bits else ()
     storage = tensor.untyped_storage()
@@ -99,7 +130,7 @@ def _reduce_strided(tensor: torch.Tensor) -> tuple[Callable[..., object], tuple[
     return _utils._rebuild_tensor_v2, (typed, *place, *metadata)
 
 
-def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], tuple[object, ...]]:
+def _reduce_sparse(tensor: torch.Tensor) -> Reduced:
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         parts = (tensor._indices(), tensor._values(), tensor.size(), tensor.is_coalesced())
@@ -125,7 +156,8 @@ def _set_tensor_metadata(tensor: torch.Tensor, metadata: dict[str, bool]) -> Non
 # --- multiprocessing -------------------------------------------------------------------------------------------------
 
 
-def _reduce_for_process(storage: SkyStorage) -> tuple[Callable[..., object], tuple[object, ...]]:
+@_telling_readers
+def _reduce_for_process(storage: SkyStorage) -> Reduced:
     # As bytes and not in shared memory: whoever reads them may do so long after, when this copy is gone.
     values = bytes_of(storage.cpu())
     return _rebuild_in_process, (bytearray(torch_codec.byte_view(values)), str(storage.device))
@@ -152,7 +184,7 @@ def _deepcopy_storage(self: SkyStorage, memo: dict[object, Any]) -> SkyStorage:
     return result
 
 
-def _deepcopy(self: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
+def _deepcopy(self: RemoteTensor, memo: dict[Any, Any]) -> torch.Tensor:
     if not self.is_leaf:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
@@ -166,6 +198,9 @@ def _deepcopy(self: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
     if is_parameter and type(self) is RemoteTensor:
         memo[id(self)] = parameter = _copy_parameter(self)
         return parameter
+    for mode in function_modes():
+        if isinstance(mode, fake_tensors.FakeCopyMode):  # it knows PyTorch's own method only
+            return mode.__torch_function__(torch.Tensor.__deepcopy__, (), (self, memo))  # type: ignore[arg-type]
     with torch.no_grad():
         result = _copy_tensor(self.detach(), memo)  # type: ignore[arg-type]
         result.requires_grad_(self.requires_grad)
@@ -309,7 +344,7 @@ def install() -> None:
         why="PyTorch writes storages of classes that it does not know so that it cannot read them again",
         test="tests/tensor/torch_api/test_serialization.py::test_tensors_are_passed_to_other_processes",
     )
-    RemoteTensor.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign,assignment]
+    RemoteTensor.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign]
     RemoteTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign,assignment]
     SkyStorage.__deepcopy__ = _deepcopy_storage  # type: ignore[method-assign,assignment]
     # `torch.save` writes down the name that the class of a storage has in torch.

@@ -38,3 +38,12 @@ def test_no_tensor_of_another_device_is_taken_over(sky1: str) -> None:
     for target, source in (("cpu", sky1), ("meta", sky1), (sky1, "meta")):
         with pytest.raises(RuntimeError, match="storage of a tensor on device"):
             torch.zeros(3, device=target).set_(torch.ones(3, device=source))
+
+
+def test_a_graph_resizes_the_storage_of_a_parameter(sky1: str) -> None:
+    for device in ("cpu", sky1):
+        x = torch.ones(3, device=device)
+        torch.ops.inductor.resize_storage_bytes_(x, 0)
+        assert (x.untyped_storage().nbytes(), x.shape) == (0, (3,))
+        torch.ops.inductor.resize_storage_bytes_(x, 12)
+        assert x.fill_(2).tolist() == [2, 2, 2]

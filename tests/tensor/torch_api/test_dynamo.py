@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from skyproxy.session import recorder
@@ -69,6 +70,14 @@ def test_methods_of_ours_are_those_of_a_tensor(method: str, found: int | None, s
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         result = torch.compile(METHODS[method], backend="eager", fullgraph=True)(x)
     assert found is None or int(result) == found
+
+
+@pytest.mark.parametrize("device", ["cpu", "sky"])
+def test_a_plain_gradient_of_a_wrapper_is_refused(device: str, sky: str) -> None:
+    x = TwoTensor(torch.ones(2, device=device), torch.ones(2, device=device)).requires_grad_()  # type: ignore[no-untyped-call]
+    y = torch.compile(lambda x: x.clone(), backend="aot_eager", fullgraph=True)(x)
+    with pytest.raises(RuntimeError, match="metadata incorrectly"):
+        y.backward(gradient=torch.ones(2, device=device))
 
 
 def test_graphs_that_check_sizes_run(sky: str) -> None:

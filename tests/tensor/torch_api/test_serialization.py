@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
+from skyproxy.errors import SessionLostError
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
+from skyproxy.tensor.torch_api import serialization
 
 
 def saved(value: Any, **options: Any) -> io.BytesIO:
@@ -317,6 +321,18 @@ def test_only_leaves_can_be_copied_deeply(sky1: str) -> None:
     assert str(got.value) == str(expected.value)
 
 
+def test_a_fake_copy_of_a_module_shares_what_its_tensors_share(sky1: str) -> None:
+    module, mode = nn.Linear(2, 2).to(sky1), FakeTensorMode()
+    module.table = torch.ones(4, 2, device=sky1)
+    module.same, module.row = module.table, module.table[1]
+    with FakeCopyMode(mode):
+        copied = copy.deepcopy(module)
+    assert all(isinstance(value, FakeTensor) for value in (copied.weight, copied.table, copied.row))
+    assert copied.table is copied.same
+    assert copied.row.untyped_storage()._cdata == copied.table.untyped_storage()._cdata
+    assert (copied.row.device, copied.row.storage_offset()) == (module.row.device, 2)
+
+
 # --- multiprocessing -------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +347,25 @@ def test_tensors_are_passed_to_other_processes(sky1: str) -> None:
     y.add_(1)
     assert torch.equal(view.cpu(), x.cpu()[1:] + 1)  # they share memory there
     assert x.sum().item() == 15.0  # and not with what was passed
+
+
+@pytest.mark.parametrize("part", ["_reduce_strided", "bytes_of"])
+def test_what_cannot_be_sent_is_an_error_where_it_is_read(
+    part: str, sky1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(value: object) -> None:
+        raise SessionLostError("gone")
+
+    x, queue = torch.ones(3, device=sky1), multiprocessing.Queue()
+    monkeypatch.setattr(serialization, part, fail)
+    with pytest.raises(SessionLostError, match="gone"):
+        ForkingPickler.dumps(x)  # in the program's own thread, at its line
+    queue.put([x])
+    with pytest.raises(SessionLostError, match="gone") as error:
+        queue.get(timeout=60)
+    assert error.value.__notes__ == ["This was raised in the process that was to send a tensor."]
+    queue.put([1])
+    assert queue.get(timeout=60) == [1]
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
