@@ -81,7 +81,7 @@ class Payload:
             return chosen.place
 
         def make_pickler() -> Pickler:
-            return Pickler(refer, refer_device, sends_projects=True)
+            return Pickler(refer, refer_device, sends_projects=True, sends_lines=True)
 
         pickled: Pickled | None = None
         try:

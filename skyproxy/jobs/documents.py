@@ -70,7 +70,8 @@ def function_document(
 
     name = getattr(function, "__qualname__", type(function).__qualname__)
     try:
-        pickled = Pickler(_refuse_remote, _refuse_device).pickle((function, tuple(args), dict(kwargs)))
+        pickler = Pickler(_refuse_remote, _refuse_device, sends_lines=True)
+        pickled = pickler.pickle((function, tuple(args), dict(kwargs)))
     except ConfigurationError:
         raise
     except Exception as error:

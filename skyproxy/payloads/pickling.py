@@ -24,6 +24,7 @@ from skyproxy.errors import ProtocolError
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.exceptions import reduce_exception
 from skyproxy.payloads.projects import project_by_value, reduce_decorated
+from skyproxy.payloads.sources import SourceTable
 from skyproxy.payloads.tensors import Refer, Row, TensorReader, TensorTable
 from skyproxy.protocol.messages import Buffer
 
@@ -75,6 +76,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         refer_device: the same for a device that only one side knows; what stands for it.
         sends_projects: whether those of the user's own modules travel as code that a worker cannot import. What comes
             back names them: who sent a class gets that very class, and who can import one gets that.
+        sends_lines: whether functions that travel as code bring the lines of their definitions.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         refer_device: Callable[[torch.device], object] = lambda device: None,
         *,
         sends_projects: bool = False,
+        sends_lines: bool = False,
     ) -> None:
         self._file = io.BytesIO()
         self._buffers: list[PickleBuffer] = []
@@ -91,6 +94,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(self._file, protocol=5, buffer_callback=self._buffers.append)
         self._refer_device = refer_device
         self._sends_projects = sends_projects
+        self._sends_lines = sends_lines
+        self._sources = SourceTable()
         self._tensors = TensorTable(refer)
         self._by_value = ""
 
@@ -122,6 +127,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # `torch.ops`, the lazy modules of transformers: cloudpickle knows plain modules only.
             if sys.modules.get(obj.__name__) is obj or sys.modules.get(getattr(obj.__spec__, "name", "")) is obj:
                 return importlib.import_module, (obj.__name__,)
+        if type(obj) is types.CodeType:
+            return self._sources.reduce(obj, with_lines=self._sends_lines)
         special: Callable[[Any], object] | None = _SPECIAL.get(type(obj))
         if isinstance(obj, BaseException):
             special = reduce_exception
