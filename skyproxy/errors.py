@@ -45,6 +45,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from skyproxy.cell_names import with_cell_names
+
 E = TypeVar("E", bound=BaseException)
 _PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(os.path.join(_PACKAGES, name, "") for name in ("skyproxy", "skyproxy_server"))
@@ -315,7 +317,7 @@ class RemoteTraceback(SkyproxyError):
     """
 
     def __str__(self) -> str:
-        return "\n" + visible(self.args[0]) if self.args else ""
+        return "\n" + visible(with_cell_names(self.args[0])) if self.args else ""
 
 
 CLOSE_CODES = frozenset(

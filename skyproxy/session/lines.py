@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from types import CodeType
 from typing import Any
 
+from skyproxy.cell_names import cell_name
 from skyproxy.protocol import commands
 from skyproxy.session.recorder import RecordedBatch
 
@@ -19,18 +19,10 @@ def describe_line(sent: RecordedBatch, position: int, widths: dict[int, int]) ->
     if found is None:
         return ""
     code, line = found
-    cell = _cell_name(code.co_filename)
+    cell = cell_name(code.co_filename)
     if cell is None:
         return f"{code.co_filename}:{line} in {code.co_name}"
     return f"{cell}, line {line}" + ("" if code.co_name == "<module>" else f" in {code.co_name}")
-
-
-def _cell_name(filename: str) -> str | None:
-    """Return what IPython calls the cell that it keeps under a file name; None where there is no such cell."""
-    find_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
-    name_of = getattr(getattr(find_shell(), "compile", None), "format_code_name", lambda name: None)
-    named = name_of(filename)
-    return " ".join(named) if named is not None else None
 
 
 def find_line(sent: RecordedBatch, position: int, widths: dict[int, int]) -> tuple[CodeType, int] | None:

@@ -7,6 +7,7 @@ import linecache
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 import skyproxy
 
@@ -28,6 +29,18 @@ def work() -> Iterator[Callable[[float], float]]:
     namespace["work"].__globals__.update(namespace)
     yield namespace["work"]
     del linecache.cache[CELL]
+
+
+def _scripted(x: float) -> float:
+    @torch.jit.script
+    def half(y: float) -> float:
+        return y / 2
+
+    return half(x)  # type: ignore[no-any-return]
+
+
+def test_torchscript_compiles_a_function_that_is_made_there(node: skyproxy.Node) -> None:
+    assert node.run(_scripted, 3.0) == 1.5
 
 
 def _source_there(function: Callable[..., object]) -> str:

@@ -308,6 +308,16 @@ def test_an_interrupt_ends_a_cell_and_leaves_the_worker(sky: Kernel) -> None:
     assert sky.value("after") == "5"
 
 
+def test_a_function_that_fails_on_the_worker_shows_the_lines_of_its_cell(sky: Kernel) -> None:
+    sky.succeed("node = skyproxy.list_nodes()[0]")
+    sky.succeed("def invert(x):\n    return 1 / x  # written in a cell")
+    outcome = sky.run("node.run(invert, 0)")
+    assert outcome.error[0] == "ZeroDivisionError"
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", outcome.traceback)
+    assert re.search(r"Cell In\[\d+\], line 2, in invert\n\s+return 1 / x  # written in a cell", shown), shown
+    assert "ipykernel_" not in shown
+
+
 def test_functions_are_awaited_at_the_top_level(sky: Kernel) -> None:
     sky.succeed("import os\nnode = skyproxy.list_nodes()[0]\nother = await node.execute(lambda: os.getpid())")
     assert sky.value("other == node.process_id") == "True"
