@@ -43,6 +43,7 @@ GROUPS: dict[str, tuple[list[str], str]] = {
     "tensor/programs": (["tests/tensor/programs", "tests/tensor/test_training.py"], FAST),
     "tensor/shapes": (["tests/tensor/shapes"], FAST),
     "tensor/torch_api": (["tests/tensor/torch_api"], FAST),
+    "modes": (["tests/test_torch_modes.py", "tests/test_torch_versions.py", "tests/test_patching.py"], FAST),
     "session": (["tests/session"], FAST),
     "server": (["tests/server"], FAST),
     "security": (["tests/security"], FAST),

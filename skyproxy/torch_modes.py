@@ -347,6 +347,8 @@ def _table() -> Iterable[Mode | None]:
         yield _pair(f"cuda.matmul.allow_{name}_reduced_precision_reduction", f"_get_{what}", f"_set_{what}")
     what = "cublas_allow_fp16_accumulation"
     yield _plain_mode("cuda.matmul.allow_fp16_accumulation", f"_get_{what}", f"_set_{what}", False, cuda=True)
+    what = "cublaslt_prefer_grouped_gemm"
+    yield _plain_mode("cuda.matmul.prefer_cublaslt_grouped_gemm", f"_get_{what}", f"_set_{what}", False, cuda=True)
     what = "linalg_preferred_backend"
     yield _library("cuda.preferred_linalg_library", f"_get_{what}", f"_set_{what}", "_LinalgBackend", "Default")
     what = "blas_preferred_backend"

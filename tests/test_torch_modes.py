@@ -48,8 +48,15 @@ NO_MODES_OF_A_DEVICE = {
     "_set_worker_signal_handlers",
     # What belongs to one tensor.
     "_set_conj",
+    "_set_fake_constant",
     "_set_neg",
+    "_set_storage_access_error_msg",
+    "_set_storage_data_ptr_access_error_msg",
     "_set_tensor_metadata",
+    # Kernels in Python or of other packages, which replace those of this process's own CUDA.
+    "_set_native_aot_enabled",
+    "_set_native_aot_unconditional_masked",
+    "_set_sdp_use_fa4",
     # Memory of the process, which has no effect on results.
     "_set_default_mobile_cpu_allocator",
 }
@@ -86,7 +93,6 @@ def unchanged() -> Iterator[None]:
     assert values_in_force() == before
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the list is that of torch 2.13")
 def test_every_setter_of_torch_is_a_mode_or_no_matter_of_the_device() -> None:
     setters = {name for name in dir(torch._C) if name.startswith("_set_")}
     known = {name for mode in MODES.values() for name in mode.setters}
@@ -101,6 +107,7 @@ def test_the_page_of_modes_lists_every_one() -> None:
         name for row in travelling.splitlines() for cell in row.split("|")[2:3] for name in re.findall("`(.+?)`", cell)
     }
     of_some_builds = {"cudnn.benchmark_limit", "cudnn.depthwise_kernel"}  # with CUDA; from torch 2.12 on
+    of_some_builds |= {"cuda.matmul.prefer_cublaslt_grouped_gemm"}  # from torch 2.14 on
     assert listed - of_some_builds == MODES.keys() - of_some_builds
 
 

@@ -125,7 +125,7 @@ def _amp() -> types.ModuleType:
 
 
 def _parts() -> dict[str, types.ModuleType]:
-    """Make `torch.sky.random`, `memory`, `graphs` and `streams`: names of `torch.sky`, where `torch.cuda` has them."""
+    """Make `torch.sky.random`, `memory`, `graphs` and `streams`, where other devices have names of `torch.sky`."""
     named = {
         "random": "manual_seed manual_seed_all seed seed_all initial_seed get_rng_state get_rng_state_all "
         "set_rng_state set_rng_state_all",
@@ -133,7 +133,7 @@ def _parts() -> dict[str, types.ModuleType]:
         "memory_stats memory_stats_as_nested_dict memory_summary reset_accumulated_memory_stats "
         "reset_max_memory_allocated reset_peak_memory_stats " + " ".join(cuda_like_queries.OF_MEMORY),
         "graphs": "CUDAGraph graph graph_pool_handle is_current_stream_capturing make_graphed_callables",
-        "streams": "Event Stream",
+        "streams": "Event Stream current_stream default_stream set_stream stream",
     }
     parts = {}
     for part, names in named.items():
