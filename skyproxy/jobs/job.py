@@ -24,6 +24,8 @@ from skyproxy.settings import SETTINGS
 
 _TAIL_BYTES = 4000
 _TAIL_LINES = 20
+_TURN_SECONDS = 1.0
+"""For how long each node of several is waited for before the next is asked."""
 _ENDED = ("succeeded", "failed", "cancelled", "lost")
 _WORST_FIRST = ("failed", "lost", "cancelled", "running", "restarting", "preempted", "succeeded")
 """States, by which of them a job of several nodes is in when its parts differ."""
@@ -129,6 +131,9 @@ class Job:
     def wait(self, timeout: float | None = None) -> JobStatus:
         """Wait until it has ended, and return its status; one that is preempted has not.
 
+        A job on several nodes has ended with the first part that did not succeed: the others may run on, and wait for
+        that one until `cancel` ends them.
+
         Args:
             timeout: seconds; None forever.
 
@@ -141,14 +146,25 @@ class Job:
             print(node.submit_job("train.py").wait(timeout=3600).state)
             ```
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        return self._wait(None if timeout is None else time.monotonic() + timeout)
+
+    def _wait(self, deadline: float | None, *, for_all: bool = False) -> JobStatus:
+        """Wait for its end, or for that of all its parts; `deadline` is in seconds of the monotonic clock."""
+        patience = SETTINGS.reconnect_seconds
+        if deadline is not None:
+            patience = min(patience, max(deadline - time.monotonic(), 0.0))
         rows = []
-        for open_connection in self._nodes:
-            patience = SETTINGS.reconnect_seconds
-            if deadline is not None:
-                patience = min(patience, max(deadline - time.monotonic(), 0.0))
-            with JobLink(open_connection, patience) as link:
-                rows.append(_wait_on(link, self.name, deadline))
+        with contextlib.ExitStack() as links:
+            running = [links.enter_context(JobLink(open_connection, patience)) for open_connection in self._nodes]
+            while running:
+                for link in list(running):
+                    seconds = WAIT_SECONDS if len(running) == 1 else _TURN_SECONDS
+                    status = _wait_on(link, self.name, seconds, deadline)
+                    if status.has_ended:
+                        running.remove(link)
+                        rows.append(status)
+                        if status.state != "succeeded" and not for_all:
+                            return _worst_status(rows)
         return _worst_status(rows)
 
     def logs(
@@ -266,7 +282,7 @@ class Job:
         """
         self._on_each_node(lambda link: link.ask("cancel", name=self.name))
         if wait:
-            self.wait()
+            self._wait(None, for_all=True)
 
     def remove(self) -> None:
         """Forget a job that has ended, with its log, its result and its checkpoints.
@@ -340,16 +356,16 @@ def ending_of(status: JobStatus) -> str:
     return f"ended with exit code {status.exit_code}" if status.has_ended else f"is {status.state}"
 
 
-def _wait_on(link: JobLink, name: str, deadline: float | None) -> JobStatus:
-    while True:
-        left = WAIT_SECONDS if deadline is None else min(max(deadline - time.monotonic(), 0.0), WAIT_SECONDS)
-        status = status_of(link.ask("wait", name=name, wait_seconds=left)[0])
-        if status.has_ended:
-            return status
+def _wait_on(link: JobLink, name: str, seconds: float, deadline: float | None) -> JobStatus:
+    """Wait for news of one part, for so long and not beyond the deadline; return its state then."""
+    left = seconds if deadline is None else min(max(deadline - time.monotonic(), 0.0), seconds)
+    status = status_of(link.ask("wait", name=name, wait_seconds=left)[0])
+    if not status.has_ended:
         if deadline is not None and time.monotonic() >= deadline:
             raise TimeoutError(f"the job {name} {ending_of(status)}")
         if status.state == "preempted":
             time.sleep(min(left, 1.0))  # its worker is shutting down: the next one has it
+    return status
 
 
 def _worst_status(rows: list[JobStatus]) -> JobStatus:

@@ -183,6 +183,19 @@ def test_a_job_of_several_nodes_is_as_good_as_its_worst_part(tmp_path: Path) -> 
             job.status()
 
 
+def test_a_part_that_fails_is_told_while_the_others_wait_for_it(tmp_path: Path) -> None:
+    with worker_with_jobs(tmp_path / "one") as (first, _), worker_with_jobs(tmp_path / "two") as (second, _):
+        waiting = start(opener(first), payload_of(tmp_path, LONG))
+        start(opener(second), payload_of(tmp_path, "raise SystemExit(5)\n"))
+        job = Job("mine", [opener(first), opener(second)])
+        assert (job.wait(PATIENCE_SECONDS).state, job.status().exit_code) == ("failed", 5)
+        with pytest.raises(JobFailedError, match="exit code 5"):
+            job.result(PATIENCE_SECONDS)
+        assert waiting.status().state == "running"
+        job.cancel()
+        assert waiting.status().state == "cancelled"
+
+
 def test_the_output_of_a_job_that_prints_without_end_has_one_where_it_is_not_followed() -> None:
     class Printing(JobLink):
         asked = 0
