@@ -279,6 +279,8 @@ def _sparse_sizes(given: dict[str, Any]) -> None:
     sizes = given.get("size") or ()
     fits = all(size >= 0 for size in sizes) and math.prod(max(size, 1) for size in sizes) <= _MOST_ELEMENTS
     require(fits, f"no tensor has the sizes {list(sizes)}")
+    if "indices" in given and sizes:
+        torch._validate_sparse_coo_tensor_args(given["indices"], given["values"], list(sizes))
 
 
 _MOST_BINS = 1 << 40

@@ -112,6 +112,40 @@ def _sparse_coo(
     )
 
 
+def _compressed(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A constructor that looks where its indices lead: PyTorch does so only where it is asked, and kernels never."""
+
+    def call(*args: object, **kwargs: object) -> Tensor:
+        result = op(*args, **kwargs)
+        by_rows = result.layout in (torch.sparse_csr, torch.sparse_bsr)
+        outer = result.crow_indices() if by_rows else result.ccol_indices()
+        inner = result.col_indices() if by_rows else result.row_indices()
+        try:
+            torch._validate_sparse_compressed_tensor_args(outer, inner, result.values(), result.shape, result.layout)
+        except RuntimeError as error:
+            # Locally, indices in another order and twice the same one are as good.
+            if "sorted and distinct" not in str(error) or not _lead_inside(result, outer, inner, by_rows):
+                raise
+        return result
+
+    return call
+
+
+def _lead_inside(tensor: Tensor, outer: Tensor, inner: Tensor, by_rows: bool) -> bool:
+    """Return whether indices of fitting shapes stay within a compressed tensor, in whatever order they are."""
+    batch = outer.dim() - 1
+    blocks = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
+    length = tensor.shape[batch + by_rows] // (tensor.values().shape[batch + 1 + by_rows] if blocks else 1)
+    ends = (outer[..., 0] == 0) & (outer[..., -1] == inner.shape[-1])
+    rising = (outer.diff(dim=-1) >= 0).all() & ends.all()
+    return bool(rising & (inner >= 0).all() & (inner < length).all())
+
+
+for _kind in ("compressed", "csr", "csc", "bsr", "bsc"):
+    for _overload in (_packet := getattr(aten, f"sparse_{_kind}_tensor")).overloads():
+        SAFE_FORMS[f"aten::sparse_{_kind}_tensor.{_overload}"] = _compressed(getattr(_packet, _overload)._op)
+
+
 def _triangle(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel believes that the matrices of `out` lie one behind the other."""
 

@@ -446,3 +446,42 @@ def test_one_row_of_margins_has_a_dimension_or_none(sizes: tuple[tuple[int, ...]
     CHECKS["multilabel_margin_loss_backward"](given)
     with pytest.raises(RuntimeError, match="do not match"):
         CHECKS["multilabel_margin_loss_backward"]({**given, "self": FLOATS(4)})
+
+
+@pytest.mark.parametrize("indices", [[[0, 99]], [[-1, 0]], [[0, 1 << 40]]])
+def test_however_sparse_tensors_are_made_their_indices_are_within_their_sizes(indices: list[list[int]]) -> None:
+    parts = torch.tensor(indices), torch.ones(2)
+    layout = {"layout": torch.sparse_coo}
+    with pytest.raises(RuntimeError, match="index"):
+        SAFE_FORMS["aten::sparse_coo_tensor.indices_size"](*parts, [3], **layout)
+    with pytest.raises(RuntimeError, match="index"):
+        SAFE_FORMS["aten::_sparse_coo_tensor_with_dims_and_tensors"](1, 0, [3], *parts, **layout)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ([3, 0, 1, 1], [1]),
+        ([0, 1, 1, 1], [7]),
+        ([0, 1, 1, 1], [-1]),
+        ([0, 1, 1, 2], [1]),
+        ([0, 1], [1]),
+        ([0, 2, 2, 1 << 40], [1, 0]),
+        ([0, 2, 2, 3], [2, 0, 9]),  # in another order, and outside
+        ([0, 2, 1, 3], [2, 0, 1]),
+    ],
+)
+@pytest.mark.parametrize("name", ["csr_tensor.crow_col_value_size", "csc_tensor.ccol_row_value_size"])
+def test_compressed_tensors_have_indices_within_their_sizes(name: str, outer: list[int], inner: list[int]) -> None:
+    with pytest.raises(RuntimeError):
+        SAFE_FORMS[f"aten::sparse_{name}"](torch.tensor(outer), torch.tensor(inner), torch.ones(len(inner)), [3, 3])
+
+
+def test_compressed_tensors_may_have_their_indices_in_another_order() -> None:
+    make = SAFE_FORMS["aten::sparse_compressed_tensor.comp_plain_value_size"]
+    rows = make(
+        torch.tensor([0, 2, 2]), torch.tensor([2, 0]), torch.tensor([1.0, 2.0]), [2, 3], layout=torch.sparse_csr
+    )
+    blocks = make(torch.tensor([0, 2]), torch.tensor([1, 0]), torch.ones(2, 1, 2), [1, 4], layout=torch.sparse_bsr)
+    assert rows.to_dense().tolist() == [[2, 0, 1], [0, 0, 0]]
+    assert blocks.to_dense().tolist() == [[1, 1, 1, 1]]

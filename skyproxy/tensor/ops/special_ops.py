@@ -368,11 +368,10 @@ def _sparse_compressed(
     layout: torch.layout | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """PyTorch's unchecked constructor makes a tensor without asking the device. The checked one is an op."""
+    """PyTorch's unchecked constructor makes a tensor without asking the device. The other one is an op."""
     options = {name: value for name, value in options.items() if name in ("dtype", "device") and value is not None}
-    return torch.sparse_compressed_tensor(
-        compressed_indices, plain_indices, values, size, layout=layout, check_invariants=True, **options
-    )
+    options["check_invariants"] = checks_sparse_invariants()
+    return torch.sparse_compressed_tensor(compressed_indices, plain_indices, values, size, layout=layout, **options)
 
 
 _COMPOSITES["_sparse_compressed_tensor_unsafe"] = _sparse_compressed
@@ -380,10 +379,6 @@ for _layout_name in ("csr", "csc", "bsr", "bsc"):
     _COMPOSITES[f"_sparse_{_layout_name}_tensor_unsafe"] = functools.partial(
         _sparse_compressed, layout=getattr(torch, f"sparse_{_layout_name}")
     )
-
-
-# PyTorch's own setter, not the one that tells workers: the check is left out for this call, and only here.
-_check_invariants = set_sparse_invariant_checks
 
 
 def _sparse_coo(op: OpOverload) -> Callable[..., object]:
@@ -399,11 +394,11 @@ def _sparse_coo(op: OpOverload) -> Callable[..., object]:
         if not checks_sparse_invariants():
             return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
         aten._validate_sparse_coo_tensor_args.default(indices, values, size, is_coalesced)
-        _check_invariants(False)
+        set_sparse_invariant_checks(False)  # for this call, and only here: workers are not told
         try:
             return divide(_COMPOSITE, indices, values, size, is_coalesced=is_coalesced, **options)
         finally:
-            _check_invariants(True)
+            set_sparse_invariant_checks(True)
 
     return construct
 
@@ -419,6 +414,8 @@ _plain_compressed = plain_op(aten.sparse_compressed_tensor.comp_plain_value_size
 def _compress(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Make a tensor of aliases: PyTorch's keeps its very arguments, which its `zero_` and resizing would shorten."""
     parts = [aten.alias.default(part) if type(part) is RemoteTensor else part for part in args[:3]]
+    if checks_sparse_invariants():
+        aten._validate_sparse_compressed_tensor_args.default(*parts, args[3], kwargs["layout"])
     return dispatch_remote(None, _plain_compressed, None, (*parts, *args[3:]), kwargs)
 
 

@@ -107,6 +107,25 @@ def compressed(device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     return parts, torch.sparse_csr_tensor(*parts, (2, 3))
 
 
+def test_a_constructor_checks_indices_where_it_is_asked_to(sky: str) -> None:
+    for device in ("cpu", sky):
+        outer, inner = torch.tensor([0, 2, 2], device=device), torch.tensor([2, 0], device=device)
+        values = torch.tensor([1.0, 2.0], device=device)
+        plain = torch.sparse_csr_tensor(outer, inner, values, (2, 3), check_invariants=False)
+        assert plain.to_dense().tolist() == [[2, 0, 1], [0, 0, 0]]
+        with pytest.raises(RuntimeError, match="sorted and distinct"):
+            torch.sparse_csr_tensor(outer, inner, values, (2, 3), check_invariants=True)
+
+
+def test_indices_outside_of_the_sizes_are_refused_without_being_asked(sky: str) -> None:
+    where, values = torch.tensor([[0, 1 << 30]], device=sky), torch.ones(2, device=sky)
+    rows = torch.tensor([0, 1, 2], device=sky)
+    with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+        torch.sparse_coo_tensor(where, values, (3,), check_invariants=False).to_dense().cpu()
+    with pytest.raises(RuntimeError, match="0 <= col_indices < ncols"):
+        torch.sparse_csr_tensor(rows, where[0], values, (2, 3), check_invariants=False).to_dense().cpu()
+
+
 @pytest.mark.parametrize("wanted", [0, 4])
 def test_what_a_compressed_tensor_was_made_of_keeps_its_size(wanted: int, sky: str) -> None:
     """PyTorch keeps the very arguments, and shortens them with the tensor."""
