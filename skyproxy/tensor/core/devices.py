@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from skyproxy.session.recorder import Recorder
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
 from skyproxy.tensor.core.addresses import HostCopy, Memory
+from skyproxy.tensor.core.late_release import REFERENCES_AT_DEATH, LateRelease
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.torch_modes import USUAL, Record
 
@@ -30,6 +32,7 @@ class Handle:
         meta: what it looks like. Generators and events look like nothing, and their handles have None: nobody asks.
         root: for a view, the handle of the tensor whose storage it shares; else None.
         memory: the storage's address and size, once somebody asked; see `core.memory.memory_of`.
+        late: what gives the slot back in place of the handle, once the collector has finalized that.
         is_shared: set once several tensors hold this very handle, as detached ones do.
         copied: whether `copy` says what is known of the storage's bytes; on the handle that has no `root`.
         copy: what is known of them, see `core.host_copies`.
@@ -37,13 +40,14 @@ class Handle:
         without_copy: the class of the others.
     """
 
-    __slots__ = ("copy", "is_shared", "memory", "meta", "root", "slot")
+    __slots__ = ("copy", "is_shared", "late", "memory", "meta", "root", "slot")
     device: SkyDevice
     copied = False
     copy: HostCopy
     with_copy: type[Handle] | None = None
     without_copy: type[Handle]
     is_shared: bool
+    late: LateRelease
     memory: Memory
     slot: int
     meta: Meta
@@ -153,6 +157,7 @@ class SkyDevice:
 def _handle_type(sky_device: SkyDevice) -> type[Handle]:
     # Names of this module may be gone when the last tensors die.
     drop_slot, release_now = sky_device.recorder.drop_slot, sky_device.recorder.release_now
+    getrefcount, late_release, at_death = sys.getrefcount, LateRelease, REFERENCES_AT_DEATH
 
     class DeviceHandle(Handle):
         __slots__ = ()
@@ -165,10 +170,11 @@ def _handle_type(sky_device: SkyDevice) -> type[Handle]:
                 slot, meta = self.slot, self.meta
             except AttributeError:
                 return
-            if meta is not None and meta.large:  # type: ignore[redundant-expr]
-                release_now(slot)
+            give_back = release_now if meta is not None and meta.large else drop_slot  # type: ignore[redundant-expr]
+            if getrefcount(self) > at_death:
+                self.late = late_release(give_back, slot)
             else:
-                drop_slot(slot)
+                give_back(slot)
 
     class CopiedHandle(DeviceHandle):
         __slots__ = ()

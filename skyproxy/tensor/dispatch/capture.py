@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from skyproxy.protocol.messages import Buffer, Sequence
 from skyproxy.session.recorder import RecordedBatch, Recorder
 from skyproxy.session.session import Session
 from skyproxy.tensor.core.devices import DEVICES, Handle, SkyDevice
+from skyproxy.tensor.core.late_release import REFERENCES_AT_DEATH, LateRelease
 
 _UNLIMITED = 1 << 62
 _numbers = itertools.count(1)
@@ -194,6 +196,7 @@ class SessionCapture:
 
     def _handles_of(self, sky_device: SkyDevice, ordinary: Callable[[], Handle]) -> Callable[[], Handle]:
         died = self.died
+        getrefcount, late_release, at_death = sys.getrefcount, LateRelease, REFERENCES_AT_DEATH
 
         class CapturedHandle(Handle):
             __slots__ = ("__weakref__",)
@@ -205,7 +208,11 @@ class SessionCapture:
                     slot, meta = self.slot, self.meta
                 except AttributeError:
                     return
-                died(slot, meta is not None and meta.large)  # type: ignore[redundant-expr]
+                large = meta is not None and meta.large  # type: ignore[redundant-expr]
+                if getrefcount(self) > at_death:
+                    self.late = late_release(died, slot, large)
+                else:
+                    died(slot, large)
 
         def make() -> Handle:
             if not self.is_mine:
