@@ -22,12 +22,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(subst /,-,$(subst =,-,$(TORCH)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow notebooks firstrun firsthour conformance matrix upstream gpu e2e e2e-real e2e-cel fuzz fuzz-layouts fuzz-programs mixed-devices proof lock sbom audit site bench check format lint types imports docs environment clean
+.PHONY: help demo test slow notebooks firstrun firsthour conformance matrix upstream gpu e2e e2e-real e2e-cel fuzz fuzz-layouts fuzz-programs fuzz-scenarios mixed-devices proof lock sbom audit site bench check format lint types imports docs environment clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: slow notebooks firstrun firsthour conformance matrix upstream gpu fuzz fuzz-layouts fuzz-programs mixed-devices proof bench format environment clean lock sbom audit site"
+	@echo "also: slow notebooks firstrun firsthour conformance matrix upstream gpu fuzz fuzz-layouts fuzz-programs fuzz-scenarios mixed-devices proof bench format environment clean lock sbom audit site"
 
 environment: $(READY)
 
@@ -188,6 +188,11 @@ fuzz-layouts: $(READY)
 fuzz-programs: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 fuzz-programs: $(READY)
 	$(BIN)/python -m tests.conformance.program_fuzz $(ARGS)
+
+# Programs with loops, writes, circles of objects and refusals that are drawn, on the CPU and on the device.
+fuzz-scenarios: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
+fuzz-scenarios: $(READY)
+	$(BIN)/python -m tests.conformance.scenario_fuzz $(ARGS)
 
 # Each entry of the operator database with each of its tensors on another device; half an hour.
 mixed-devices: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)

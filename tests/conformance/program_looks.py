@@ -17,7 +17,7 @@ def said(error: BaseException | None) -> str:
     return "no error" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _look(x: torch.Tensor) -> dict[str, Any]:
+def look(x: torch.Tensor) -> dict[str, Any]:
     row: dict[str, Any] = {
         "class": "Parameter" if isinstance(x, torch.nn.Parameter) else "Named" if isinstance(x, Named) else "Tensor",
         "shape": tuple(x.shape),
@@ -52,7 +52,7 @@ def _history(x: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _is_made_again(name: str, mine: dict[str, Any], expected: Any, history: Any) -> bool:
+def is_made_again(name: str, mine: dict[str, Any], expected: Any, history: Any) -> bool:
     """Whether it is the history of a view that changed with its base: for the CPU, PyTorch makes one by strides.
 
     Or that of a linear layer, which has one node here, where the CPU has one for each of its parts.
@@ -82,11 +82,11 @@ def _counts(x: torch.Tensor) -> tuple[int, int]:
 def metadata(ours: list[torch.Tensor], theirs: list[torch.Tensor], apart: list[Apart]) -> tuple[str, str] | None:
     """What of the looks of tensors, and of who shares memory with whom, is not the same."""
     for number, (a, b) in enumerate(zip(ours, theirs)):
-        mine, other = _look(a), _look(b)
+        mine, other = look(a), look(b)
         for name, expected in other.items():
             if name in apart[number]:
                 expected += apart[number][name]
-            if mine.get(name) != expected and not _is_made_again(name, mine, expected, other.get("grad_fn")):
+            if mine.get(name) != expected and not is_made_again(name, mine, expected, other.get("grad_fn")):
                 return name, f"tensor {number} {brief(b)}: {name} {mine.get(name)} instead of {expected}"
         if other.get("has grad"):
             grad, expected_grad = a.grad, b.grad
@@ -142,10 +142,10 @@ def values(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> tuple[str, s
             pairs.append(("grad's values", *grads))
         for kind, mine, expected in pairs:
             try:
-                got = _bits(mine.detach().cpu())
+                got = bits(mine.detach().cpu())
             except Exception as error:
                 return "reading", f"tensor {number} {brief(b)} cannot be read: {said(error)}"
-            wanted = _bits(expected.detach())
+            wanted = bits(expected.detach())
             if not torch.equal(got, wanted):
                 return kind, f"tensor {number} {brief(b)}:\n{mine.detach().cpu()}\n    instead of\n{expected.detach()}"
     return None
@@ -154,7 +154,7 @@ def values(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> tuple[str, s
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def bits(x: torch.Tensor) -> torch.Tensor:
     x = x.as_subclass(torch.Tensor)
     if x.layout is not torch.strided:
         x = x.to_dense()
