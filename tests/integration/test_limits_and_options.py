@@ -100,6 +100,25 @@ def test_launch_blocking_raises_each_error_at_its_own_statement() -> None:
     assert succeed(source, SKYPROXY_LAUNCH_BLOCKING="1") == "aten::embedding 2.0 8 True"
 
 
+def test_launch_blocking_raises_the_error_of_a_captured_step_where_it_is_replayed() -> None:
+    source = """
+    import torch, skyproxy
+    rows, number = torch.zeros(3, 2, device="sky:0"), torch.zeros(1, dtype=torch.int64, device="sky:0")
+    graph = torch.sky.SkyGraph()
+    with torch.sky.graph(graph):
+        chosen = rows[number]
+    graph.replay()
+    number.fill_(9)
+    try:
+        graph.replay()
+        raise AssertionError("nothing was raised")
+    except IndexError as error:
+        print(error.op)
+    torch.sky.synchronize()
+    """
+    assert succeed(source, SKYPROXY_LAUNCH_BLOCKING="1") == "aten::index.Tensor"
+
+
 def test_many_small_uploads_in_a_row_do_not_pile_up(sky: str) -> None:
     session = DEVICES.of(sky).session
     piece = torch.arange(10_000.0)

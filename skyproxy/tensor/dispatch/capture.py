@@ -291,11 +291,17 @@ class SessionCapture:
         self.stream.clear()
 
     def replay(self) -> None:
-        """Runs the recording once more; does not wait."""
+        """Runs the recording once more; does not wait, unless each op is waited for.
+
+        Raises:
+            RemoteError: an op failed, where each is waited for.
+        """
         recorder = self.session.recorder
         recorder.hidden_writes += 1
         recorder.append(commands.REPLAY, self.number)
         recorder.flush()
+        if recorder.wait_for_outcome is not None:
+            recorder.wait_for_outcome()
 
     def forget(self) -> None:
         """The worker forgets the recording; its slots go back to where all others are."""

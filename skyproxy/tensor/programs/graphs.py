@@ -71,6 +71,7 @@ class SkyGraph:
 
         Raises:
             CaptureError: nothing was captured, or another graph is being captured.
+            RemoteError: an op of the step failed, where `SKYPROXY_LAUNCH_BLOCKING` has each waited for.
             SessionLostError: the worker is gone.
         """
         if self._parts is None:

@@ -27,10 +27,16 @@ _event_ids = itertools.count(1)
 
 
 class _Current(threading.local):
-    """The streams that a thread chose, by device; the others are default streams."""
+    """What a thread chose.
+
+    Attributes:
+        streams: by device; those of other devices are default streams.
+        entered: streams whose blocks it is in, each with the device and the stream that were current before.
+    """
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
+        self.entered: list[tuple[Stream, int, Stream]] = []
 
 
 _current = _Current()
@@ -138,20 +144,31 @@ class Stream(_plain_stream):  # type: ignore[misc]
         device: the device; the current one by default.
         priority: for code written for CUDA.
         stream_id: an existing stream; 0 is the device's default one.
+        device_index: the number of the device of an existing stream, in place of `device`.
+        device_type: that of streams of `sky`, for code that names a stream by its parts.
+
+    Raises:
+        ValueError: `device_type` is that of another device.
     """
 
     def __new__(
-        cls, device: DeviceLike = None, priority: int = 0, stream_id: int | None = None, **unused: object
+        cls,
+        device: DeviceLike = None,
+        priority: int = 0,
+        stream_id: int | None = None,
+        *,
+        device_index: int | None = None,
+        device_type: int = _PRIVATE_USE_1,
     ) -> Any:
-        index = DEVICES.of(device).index
+        if device_type != _PRIVATE_USE_1:
+            raise ValueError(f"streams of sky have the device type {_PRIVATE_USE_1}, not {device_type}")
+        index = DEVICES.of(device_index if device is None else device).index
         number = next(_stream_ids) if stream_id is None else stream_id
         self = _plain_stream.__new__(cls, stream_id=number, device_index=index, device_type=_PRIVATE_USE_1)
         self._priority = priority
-        self._outer = []
         return self
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self._outer: list[tuple[int, Stream]]
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -191,13 +208,16 @@ class Stream(_plain_stream):  # type: ignore[misc]
 
     @shielded
     def __enter__(self) -> object:
-        self._outer.append((DEVICES.current, current_stream(self.device)))
+        _current.entered.append((self, DEVICES.current, current_stream(self.device)))
         set_stream(self)
         return self
 
     @shielded
     def __exit__(self, *exc_info: object) -> None:
-        index, outer = self._outer.pop()
+        entered = _current.entered
+        # Blocks that generators hold end in any order: the latest one of this stream is meant.
+        position = next(place for place in reversed(range(len(entered))) if entered[place][0] is self)
+        _, index, outer = entered.pop(position)
         set_stream(outer)
         DEVICES.current = index
 
@@ -261,18 +281,21 @@ class _DeviceSelectingType(type):
         plain = _STANDS_FOR.get(cls)
         if plain is None:  # somebody's own subclass
             return type.__call__(cls, *args, **kwargs)
-        if kwargs.get("device_type") == _PRIVATE_USE_1:
-            return Stream(kwargs["device_index"], stream_id=kwargs["stream_id"])
-        given = kwargs.get("device", args[0] if args else None)
-        if given is None and "device_type" in kwargs:
-            return plain(*args, **kwargs)
-        device = _find_device(given)
-        if device.type == "sky":
-            rest = {name: value for name, value in kwargs.items() if name != "device"}
-            return Stream(device, **rest) if plain is _plain_stream else Event(device=device, **rest)
-        if "device" in kwargs or not args:
-            return plain(*args, **{**kwargs, "device": device})
-        return plain(device, *args[1:], **kwargs)
+        is_ours, args, kwargs = _with_device(args, kwargs)
+        if is_ours:
+            plain = Stream if plain is _plain_stream else Event
+        return plain(*args, **kwargs)
+
+
+def _with_device(
+    args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[bool, tuple[object, ...], dict[str, object]]:
+    """Return whether something of `sky` is asked for, and the arguments, with a device that has its type."""
+    if "device_type" in kwargs and (kwargs.get("device", args[0] if args else None)) is None:
+        return kwargs["device_type"] == _PRIVATE_USE_1, args, kwargs
+    given, *rest = (kwargs["device"], *args) if "device" in kwargs else args or (None,)
+    device = _find_device(given)
+    return device.type == "sky", tuple(rest), {**kwargs, "device": device}
 
 
 def _find_device(device: Any) -> torch.device:
@@ -288,12 +311,28 @@ def _find_device(device: Any) -> torch.device:
     return torch.device(accelerator.type, device)
 
 
+def _new_of_subclass(cls: type, *args: object, **kwargs: object) -> Any:
+    """Make an instance of somebody's own subclass of a stand-in: one with the methods of PyTorch's C++.
+
+    Raises:
+        TypeError: it would be one of `sky`, of which those methods know nothing.
+    """
+    is_ours, args, kwargs = _with_device(args, kwargs)
+    stand_in = next(base for base in cls.__mro__ if base in _STANDS_FOR)
+    if is_ours:
+        name = stand_in.__name__
+        raise TypeError(f"{cls.__qualname__} derives from torch.{name} and cannot be of sky. Use torch.sky.{name}.")
+    return _STANDS_FOR[stand_in].__new__(cls, *args, **kwargs)
+
+
 class StreamStandIn(_plain_stream, metaclass=_DeviceSelectingType):  # type: ignore[misc]  # noqa: D101
     __doc__ = _plain_stream.__doc__
+    __new__ = _new_of_subclass
 
 
 class EventStandIn(_plain_event, metaclass=_DeviceSelectingType):  # type: ignore[misc]  # noqa: D101
     __doc__ = _plain_event.__doc__
+    __new__ = _new_of_subclass
 
 
 _STANDS_FOR: dict[type, Any] = {StreamStandIn: _plain_stream, EventStandIn: _plain_event}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ MAKERS: dict[str, Callable[[], torch.Stream]] = {
     "torch.Stream(number)": lambda: torch.Stream(1),
     "torch.Stream of parts": lambda: torch.Stream(stream_id=7, device_index=1, device_type=20),
     "torch.sky.Stream": lambda: torch.sky.Stream("sky:1"),
+    "torch.sky.Stream of parts": lambda: torch.sky.Stream(stream_id=7, device_index=1, device_type=20),
     "torch.sky.current_stream": lambda: torch.sky.current_stream("sky:1"),
     "torch.accelerator.current_stream": lambda: torch.accelerator.current_stream(1),
 }
@@ -83,12 +85,28 @@ def test_streams_of_other_devices_are_made_by_pytorch() -> None:
     ):  # a build for CUDA without a GPU says the latter
         torch.Stream(device="cuda")
 
-    class Own(torch.Stream):
-        pass
-
-    assert issubclass(Own, torch.Stream)
     assert isinstance(torch.Stream(device="sky"), torch.Stream)
     assert not isinstance(1, torch.Stream)
+
+
+@pytest.mark.parametrize("name", ["Stream", "Event"])
+@pytest.mark.parametrize("given", [{"device": "sky:1"}, {"device": 1}, {}])
+def test_a_class_derived_from_pytorchs_own_is_not_of_sky(given: dict[str, Any], name: str, sky1: str) -> None:
+    kind = getattr(torch, name)
+    own = type("Own", (kind,), {})
+    assert issubclass(own, kind)
+    assert own(device="cpu").device.type == "cpu"
+    with pytest.raises(TypeError, match=f"Own derives from torch.{name} and cannot be of sky. Use torch.sky.{name}"):
+        own(**given)
+    derived = type("Own", (getattr(torch.sky, name),), {})(device="sky:1")
+    assert isinstance(derived, kind)
+    assert derived.device == torch.device(sky1)
+
+
+@pytest.mark.parametrize("given", [{"prioriti": 1}, {"device_type": 1, "device_index": 0, "stream_id": 0}])
+def test_a_stream_takes_no_arguments_that_mean_nothing_to_it(given: dict[str, Any], sky: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"prioriti|have the device type 20, not 1"):
+        torch.sky.Stream(**given)
 
 
 def test_a_chosen_stream_is_the_current_one_of_its_block_and_thread(sky: str, sky1: str) -> None:
@@ -102,6 +120,44 @@ def test_a_chosen_stream_is_the_current_one_of_its_block_and_thread(sky: str, sk
         assert torch.sky.current_stream(1) == torch.sky.default_stream(1)
     torch.accelerator.set_stream(stream)
     assert torch.accelerator.current_stream() == stream
+
+
+def test_each_thread_leaves_a_shared_stream_for_what_was_current_there(sky1: str) -> None:
+    shared = torch.sky.Stream("sky:0")
+    entered, left = threading.Event(), threading.Event()
+
+    def enter_later() -> int:
+        torch.sky.set_device(1)
+        entered.wait(60)
+        with shared:
+            left.set()
+        return torch.sky.current_device()
+
+    def enter_first() -> int:
+        with shared:
+            entered.set()
+            left.wait(60)
+        return torch.sky.current_device()
+
+    with ThreadPoolExecutor(2) as threads:
+        first, later = threads.submit(enter_first), threads.submit(enter_later)
+        assert (first.result(60), later.result(60)) == (0, 1)
+
+
+def test_blocks_of_streams_that_generators_hold_end_in_any_order(sky1: str) -> None:
+    def hold(stream: torch.Stream) -> Iterator[None]:
+        with stream:
+            yield
+
+    streams = [torch.sky.Stream("sky:0"), torch.sky.Stream(sky1)]
+    first, last = (hold(stream) for stream in streams)
+    next(first)
+    next(last)
+    del first  # which leaves the block of the stream that was entered before
+    assert torch.sky.current_stream(0) == torch.sky.default_stream(0)
+    assert torch.sky.current_stream(1) == streams[1]
+    del last
+    assert torch.sky.current_stream(1) == torch.sky.default_stream(1)
 
 
 @pytest.mark.parametrize(
