@@ -2,6 +2,9 @@
 
 Nearly every session leaves them as they are, and their batches run side by side, without a lock. So do batches of
 sessions with the same modes; a batch with other modes waits until it has its turn.
+
+Functions of sessions share the modes of the process. What one has left there is found by the next function, but by no
+batch: from then on, each batch has the modes of its session put in force, and those of functions back behind it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from skyproxy.torch_modes import (
+    MODES,
     USUAL,
     Record,
     put_in_force,
@@ -21,6 +25,7 @@ from skyproxy.torch_modes import (
 )
 
 _FLUSH_DENORMAL = ("flush_denormal", True)
+_LEFT: Record = (("left by a function", True),)
 _LOOKS_AGAIN_SECONDS = 0.001
 
 
@@ -28,19 +33,35 @@ class _Process:
     """The modes that are in force in this process.
 
     Attributes:
-        record: the modes in force.
+        record: the modes in force; `_LEFT` for what functions have left.
+        at_rest: what is in force between batches with modes of their own: the usual modes, or `_LEFT`.
+        own: all values before the first function.
+        has_run_functions: whether a function has ended since somebody looked what it has left.
         is_changing: whether they are being changed; whoever would run waits.
-        before: all values before the first change, while the modes are not the usual ones; what a function of a
+        before: all values before the first change, while the modes are not those at rest; what a function of a
             session has set meanwhile counts as being before.
         put: all values right after the last change.
         change: held by whoever changes them.
     """
 
     record: Record = USUAL
+    at_rest: Record = USUAL
+    own: dict[str, object] | None = None
+    has_run_functions = False
     is_changing = False
     before: dict[str, object] | None = None
     put: dict[str, object] = {}
     change = threading.RLock()
+
+
+def note_function(begins: bool) -> None:
+    """A function begins, or has ended: it may set modes of this process."""
+    if not begins:
+        _Process.has_run_functions = True
+    elif _Process.own is None:
+        with _Process.change:
+            if _Process.own is None:
+                _Process.own = _Process.before or values_in_force()
 
 
 _sessions: weakref.WeakSet[SessionModes] = weakref.WeakSet()
@@ -114,9 +135,11 @@ class SessionModes:
     def _begin(self) -> None:
         # Set the mark, then look. Whoever changes modes does it the other way round, so one of the two sees the other.
         self.is_running = True
-        if _Process.record != self.record or _Process.is_changing:
+        if _Process.record != self.record or _Process.is_changing or _Process.has_run_functions:
             self.is_running = False
             with _Process.change:
+                if _Process.has_run_functions:
+                    _find_what_functions_left()
                 if _Process.record != self.record:
                     _change(self.record)
                 self.is_running = True  # before anybody else can change them
@@ -127,10 +150,27 @@ class SessionModes:
         if _FLUSH_DENORMAL in self.record:
             set_flush_denormal(False)
         self.is_running = False
-        if self.record != USUAL:
+        if self.record != _Process.at_rest:
             with _Process.change:
-                if _Process.record == self.record:
-                    _change(USUAL, waits=False)
+                if _Process.record == self.record != _Process.at_rest:
+                    _change(_Process.at_rest, waits=False)
+
+
+def _find_what_functions_left() -> None:
+    """Look whether modes are as they were before the first function. Call with `change` held."""
+    _Process.has_run_functions = False
+    if _Process.record == _Process.at_rest:
+        _Process.record = _Process.at_rest = _resting(values_in_force())
+
+
+def _resting(values: dict[str, object]) -> Record:
+    """Return what to call these modes of the process: the usual ones, or left by a function."""
+    own = _Process.own or values
+    return _LEFT if any(values[name] != own[name] for name in MODES if name not in _LEAVE) else USUAL
+
+
+_LEAVE = frozenset(("sdp.priority_order", *(name for name, mode in MODES.items() if mode.of_thread)))
+"""Modes that no function needs to have set: PyTorch itself sets the order of attention, by the hardware."""
 
 
 def _change(record: Record, *, waits: bool = True) -> None:
@@ -149,17 +189,23 @@ def _change(record: Record, *, waits: bool = True) -> None:
                 name: value if now[name] == _Process.put[name] else now[name] for name, value in _Process.before.items()
             }
         _Process.before = before
+        if record == _Process.at_rest:
+            wanted = before
+        else:
+            own = before if _Process.at_rest == USUAL or _Process.own is None else _Process.own
+            wanted = {**own, **{name: before[name] for name in _LEAVE}, **dict(record)}
         try:
-            put_in_force({**before, **dict(record)}, now)
+            put_in_force(wanted, now)
         except BaseException:
             put_in_force(before)
-            record = USUAL
+            record = _Process.at_rest
             raise
         finally:
-            _Process.record = record
-            if record == USUAL:
+            if record == _Process.at_rest:
                 _Process.before = None
+                _Process.record = _Process.at_rest = _resting(before)
             else:
+                _Process.record = record
                 _Process.put = values_in_force()
     finally:
         _Process.is_changing = False

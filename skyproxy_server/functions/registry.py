@@ -25,6 +25,7 @@ from skyproxy_server.functions.events import EventListener
 from skyproxy_server.functions.isolated_call import Loan
 from skyproxy_server.functions.known_functions import KnownFunction, KnownFunctions
 from skyproxy_server.functions.nursery import Nursery
+from skyproxy_server.global_modes import note_function
 from skyproxy_server.inventory import DeviceRow
 
 logger = logging.getLogger("skyproxy.server")
@@ -158,6 +159,7 @@ class Calls:
         return None
 
     def _count(self, call: FunctionCall, begins: bool) -> None:
+        note_function(begins)
         with self._lock:
             if begins:
                 self._running[call.identity] = call.session

@@ -14,8 +14,9 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Batch, Failure, Message, Sequence
 from skyproxy.settings import SETTINGS
 from skyproxy.torch_modes import USUAL, Record, put_in_force, values_in_force
+from skyproxy_server import global_modes
 from skyproxy_server.executor import Executor
-from skyproxy_server.global_modes import SessionModes
+from skyproxy_server.global_modes import SessionModes, note_function
 from skyproxy_server.transfers import Transfers
 
 DOUBLE: Record = (("default_dtype", "float64"),)
@@ -178,6 +179,43 @@ def test_what_a_function_sets_during_a_batch_stays() -> None:
     finally:
         torch.backends.cudnn.benchmark = False
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def no_function_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(global_modes._Process, "own", None)
+
+
+def _leave(dtype: torch.dtype) -> None:
+    note_function(begins=True)
+    torch.set_default_dtype(dtype)
+    note_function(begins=False)
+
+
+def test_what_a_function_has_left_is_there_for_the_next_function_and_for_no_batch(no_function_yet: None) -> None:
+    _leave(torch.float64)
+    for modes, expected in ((_modes(USUAL), torch.float32), (_modes(HALF), torch.bfloat16)):
+        with modes:
+            assert torch.get_default_dtype() is expected
+            modes.switch(FLUSHING)
+            assert torch.get_default_dtype() is torch.float32
+        assert torch.get_default_dtype() is torch.float64
+    _leave(torch.float32)
+    with _modes(USUAL):
+        assert torch.get_default_dtype() is torch.float32
+    assert global_modes._Process.at_rest == USUAL
+
+
+def test_what_a_function_has_left_during_a_batch_is_found_by_no_later_one(no_function_yet: None) -> None:
+    with _modes(HALF):
+        _leave(torch.float64)
+    assert torch.get_default_dtype() is torch.float64
+    with _modes(USUAL):
+        assert torch.get_default_dtype() is torch.float32
+    _leave(torch.float32)
+    with _modes(USUAL):
+        assert torch.get_default_dtype() is torch.float32
+    assert global_modes._Process.at_rest == USUAL
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch accepts every library")

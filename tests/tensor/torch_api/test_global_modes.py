@@ -477,3 +477,25 @@ def test_a_lost_worker_does_not_keep_the_program_from_setting_it(sky: str) -> No
     node.close()
     torch.set_default_dtype(torch.float64)
     assert torch.ones(1, device=sky).dtype is torch.float64
+
+
+def test_modes_that_a_function_leaves_on_a_worker_are_for_its_functions_alone() -> None:
+    def set_modes() -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.mkldnn.enabled = False
+
+    def look() -> tuple[object, ...]:
+        return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
+
+    with skyproxy.launch_local("cpu") as node:
+        device = node.device("cpu")
+        before = torch.sky.modes_in_force(device)
+        node.run(set_modes)
+        assert torch.sky.modes_in_force(device) == before
+        assert torch.ones(3, device=device).div(2).sum().item() == 1.5
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.ones(3, device=device).cpu().dtype is torch.bfloat16
+        torch.set_default_dtype(torch.float32)
+        assert node.run(look) == (torch.float64, True, False)
+        assert torch.arange(3, device=device).sqrt().cpu().dtype is torch.float32
