@@ -112,7 +112,7 @@ def _sparse_coo(
     )
 
 
-def _compressed(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compressed_form(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A constructor that looks where its indices lead: PyTorch does so only where it is asked, and kernels never."""
 
     def call(*args: object, **kwargs: object) -> Tensor:
@@ -143,7 +143,7 @@ def _lead_inside(tensor: Tensor, outer: Tensor, inner: Tensor, by_rows: bool) ->
 
 for _kind in ("compressed", "csr", "csc", "bsr", "bsc"):
     for _overload in (_packet := getattr(aten, f"sparse_{_kind}_tensor")).overloads():
-        SAFE_FORMS[f"aten::sparse_{_kind}_tensor.{_overload}"] = _compressed(getattr(_packet, _overload)._op)
+        SAFE_FORMS[f"aten::sparse_{_kind}_tensor.{_overload}"] = _compressed_form(getattr(_packet, _overload)._op)
 
 
 def _triangle(op: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -166,7 +166,7 @@ def _set_storage_op(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwarg
 
 @implements("inductor::resize_storage_bytes_")
 def _resize_storage_bytes(info: OpInfo, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
-    """What FSDP does to parameters in a graph; PyTorch's own kernel would resize the storage that C++ knows."""
+    """Resize a storage in a graph, as FSDP does; PyTorch's own kernel would resize the one that C++ knows."""
     tensor, size = args
     tensor.untyped_storage().resize_(int(size))
 
