@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
 CONTRACTS = {contract["id"]: contract for contract in CONFIGURATION["contracts"]}
 SHARED_WITH_SERVER = {
+    "cell_names",
     "errors",
     "extras",
     "collector",
