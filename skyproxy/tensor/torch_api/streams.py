@@ -27,7 +27,7 @@ _event_ids = itertools.count(1)
 
 
 class _Current(threading.local):
-    """What a thread chose.
+    """The choices of one thread.
 
     Attributes:
         streams: by device; those of other devices are default streams.

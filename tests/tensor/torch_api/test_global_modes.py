@@ -493,7 +493,6 @@ def test_modes_that_a_function_leaves_on_a_worker_are_for_its_functions_alone() 
         before = torch.sky.modes_in_force(device)
         node.run(set_modes)
         assert torch.sky.modes_in_force(device) == before
-        assert torch.ones(3, device=device).div(2).sum().item() == 1.5
         torch.set_default_dtype(torch.bfloat16)
         assert torch.ones(3, device=device).cpu().dtype is torch.bfloat16
         torch.set_default_dtype(torch.float32)
