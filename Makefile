@@ -189,7 +189,7 @@ fuzz-programs: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 fuzz-programs: $(READY)
 	$(BIN)/python -m tests.conformance.program_fuzz $(ARGS)
 
-# Programs with loops, writes, circles of objects and refusals that are drawn, on the CPU and on the device.
+# Programs with loops, writes, circles of objects, graphs, trainings and threads that are drawn, beside the CPU.
 fuzz-scenarios: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 fuzz-scenarios: $(READY)
 	$(BIN)/python -m tests.conformance.scenario_fuzz $(ARGS)

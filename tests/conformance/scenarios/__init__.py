@@ -8,6 +8,7 @@ from tests.conformance.scenarios.graphs import graphs
 from tests.conformance.scenarios.lifetimes import lifetimes
 from tests.conformance.scenarios.loops import loops
 from tests.conformance.scenarios.threads import threads
+from tests.conformance.scenarios.trainings import trainings
 from tests.conformance.scenarios.writes import writes
 
 if TYPE_CHECKING:
@@ -19,4 +20,5 @@ KINDS: dict[str, Scenario] = {
     "lifetimes": lifetimes,
     "graphs": graphs,
     "threads": threads,
+    "trainings": trainings,
 }
