@@ -1,4 +1,4 @@
-"""What is given back when its owner is gone, and not when Python's collector calls the owner's finalizer.
+"""Releases that wait until their owner is gone, where Python's collector calls its finalizer earlier.
 
 The collector finalizes all objects of a circle before it knows which of them stay: a `__del__` of the program, or the
 `finally` of a generator, may go on with a tensor whose own finalizer was called before, and keep it. So a finalizer
@@ -48,7 +48,8 @@ def _count_at_death() -> int:
 
 
 REFERENCES_AT_DEATH = _count_at_death()
-"""Where a finalizer counts more references to its object, the collector has called it, and the object may stay."""
+"""The count of references to an object that ends, in its finalizer. With more of them the collector has called, and the
+object may stay."""
 
 
 __all__ = ["REFERENCES_AT_DEATH", "LateRelease"]
