@@ -206,9 +206,9 @@ def difference(scenario: Scenario, seed: int, device: str, disturb: Callable[[in
 
 def kinds() -> dict[str, Scenario]:
     """The kinds of programs by name."""
-    from tests.conformance import scenarios
+    from tests.conformance.scenario_kinds import KINDS
 
-    return scenarios.KINDS
+    return KINDS
 
 
 def fuzz(kind: str, seeds: range, device: str = "sky:0") -> Iterator[tuple[int, str]]:

@@ -11,7 +11,7 @@ import torch
 from tests.conformance.conftest import Judge
 from tests.conformance.op_checks import Tally
 from tests.conformance.scenario_fuzz import Run, difference, fuzz
-from tests.conformance.scenarios import KINDS
+from tests.conformance.scenario_kinds import KINDS
 
 _PROGRAMS = 10
 

@@ -181,7 +181,7 @@ def graphs(r: Run) -> None:
         for at, g in enumerate(found or ()):
             if isinstance(g, torch.Tensor):
                 r.see(f"{how} {number} {at}", g)
-        for at, each in enumerate(seen):
+        for at, each in enumerate(seen if how != "batched" else ()):  # there, what `vmap` wraps has got out
             r.see(f"retained {number} {at}", each.grad if each.grad is not None else "none")
         for at, w in enumerate(ws):
             r.see(f"grad {number} {at}", w.grad if w.grad is not None else "none")
