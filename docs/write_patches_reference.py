@@ -94,8 +94,9 @@ def _quiet() -> None:
 
 
 def _worker() -> None:
-    for name in ("functions.output", "functions.terminal"):
-        importlib.import_module(f"skyproxy_server.{name}").install()
+    functions = "skyproxy_server.functions"
+    for name in (f"{functions}.output", f"{functions}.terminal", "skyproxy.runtime.child_processes"):
+        importlib.import_module(name).install()
     importlib.import_module("skyproxy_server.kernel_warnings")._install()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from skyproxy.errors import LimitExceededError
 from skyproxy.protocol.messages import Hello, Welcome
+from skyproxy.runtime import child_processes
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import SETTINGS, Settings
 from skyproxy.snapshots import hashes
@@ -165,6 +166,7 @@ class WorkerHost:
             LIFECYCLE.make_way = self._make_way
             function_controls.install()
             output.install()
+            child_processes.install()
             terminal.install()
 
     def keep_names(self, owner: str | None = None, where: str = "") -> None:

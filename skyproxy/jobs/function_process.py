@@ -16,6 +16,7 @@ from skyproxy.jobs.documents import Document
 from skyproxy.jobs.results import write_error, write_result
 from skyproxy.payloads.pickling import Unpickler
 from skyproxy.payloads.tensors import memory_for
+from skyproxy.runtime import child_processes
 
 
 def run_function(folder: Path, code: Path, document: Document) -> int:
@@ -68,6 +69,7 @@ def _call(document: Document) -> object:
         piece, view = allocate(index, len(content))
         view[:] = content
         pieces.append(piece)
+    child_processes.install()
     function, args, kwargs = Unpickler(pieces, tables, cast(Any, None)).unpickle()
     value = cast("Callable[..., object]", function)(*args, **kwargs)
     if inspect.iscoroutine(value):

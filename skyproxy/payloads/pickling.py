@@ -24,9 +24,9 @@ from skyproxy.errors import ProtocolError
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.exceptions import reduce_exception
 from skyproxy.payloads.projects import project_by_value, reduce_decorated
-from skyproxy.payloads.sources import SourceTable
 from skyproxy.payloads.tensors import Refer, Row, TensorReader, TensorTable
 from skyproxy.protocol.messages import Buffer
+from skyproxy.runtime.sources import SourceTable
 
 PICKLE = "pickle"
 PLAIN = "plain"

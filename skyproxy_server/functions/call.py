@@ -286,7 +286,7 @@ class FunctionCall:
             function, args, kwargs = Unpickler(pieces, task, referred, named_device).unpickle()
             known, self._function = self._function, None
             if known is not None:
-                function = known.make()
+                function, _use = known.make()  # held while the function runs
         except (ImportError, AttributeError) as error:
             error.add_note(f"{self.name} could not be loaded on the worker.")
             raise

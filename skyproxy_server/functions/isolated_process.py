@@ -24,6 +24,7 @@ from skyproxy.errors import SessionLostError
 from skyproxy.payloads.pieces import flat_size
 from skyproxy.payloads.tensors import memory_for
 from skyproxy.protocol.messages import Buffer
+from skyproxy.runtime import child_processes
 from skyproxy.runtime.distant_debugger import DebuggedProcess
 from skyproxy.runtime.project_code import PROJECT_CODE
 from skyproxy.settings import SETTINGS
@@ -317,6 +318,7 @@ def _settle(start: Start) -> None:
     sys.path[:] = start["path"]
     PROJECT_CODE.use(start["session"], start["folders"])
     output.install()
+    child_processes.install()
     terminal.install()
     faulthandler.enable(2, all_threads=False)
     threading.current_thread().name = "skyproxy-function"

@@ -36,13 +36,13 @@ class KnownFunction:
         """The bytes that it counts."""
         return len(self.content) + _OVERHEAD_BYTES
 
-    def make(self) -> Callable[..., object]:
-        """The function for one call, on that call's thread.
+    def make(self) -> tuple[Callable[..., object], object]:
+        """The function for one call, on that call's thread, and what to hold while it runs.
 
         Raises:
             Exception: something that it refers to is missing here.
         """
-        return load_function(self.content) if self._globals is None else self._globals.make(self._sharing)
+        return (load_function(self.content), None) if self._globals is None else self._globals.make(self._sharing)
 
 
 class KnownFunctions:

@@ -1,8 +1,8 @@
 """The globals of functions that travel as code: those of one file share them on a worker, as in the program itself.
 
 Each function brings the values of the globals that it names. What the program has not changed since is left as the
-functions here have made it; what it has changed is taken over. Functions that run meanwhile see nothing of that: what
-they were sent is what they run with.
+functions here have made it; what it has changed is taken over, by all functions of the file, as in the program. Those
+that run meanwhile see nothing of that: what they were sent is what they run with.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import pickle
 import secrets
 import threading
 import types
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import cloudpickle.cloudpickle as _cloudpickle
 import torch
@@ -29,17 +30,51 @@ _FILE = ("__name__", "__file__")
 File = tuple[object, ...]
 
 
+class Digest(NamedTuple):
+    """What two values that came from the same one have in common.
+
+    Attributes:
+        content: of the value.
+        holds_functions: whether there are functions in it: these have the globals for which they were made.
+    """
+
+    content: bytes
+    holds_functions: bool
+
+
+class Use:
+    """Stands for a call that runs, as long as that holds it."""
+
+
 class Namespace:
-    """The globals of one file, as one version of the program has them.
+    """The globals of one file.
 
     Attributes:
         values: what functions have as `__globals__`.
-        sent: a digest of what the program sent, for each name that it sent.
+        sent: what the program sent, for each name that it sent.
+        version: how often the program has changed what it had sent.
+        uses: the calls that run with them.
     """
 
-    def __init__(self, values: dict[str, Any] | None = None, sent: dict[str, bytes] | None = None) -> None:
+    def __init__(self, values: dict[str, Any] | None = None, sent: dict[str, Digest] | None = None) -> None:
         self.values: dict[str, Any] = {} if values is None else values
-        self.sent: dict[str, bytes] = {} if sent is None else sent
+        self.sent: dict[str, Digest] = {} if sent is None else sent
+        self.version = 0
+        self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
+
+    def without(self, changed: Iterable[str]) -> Namespace:
+        """Return the globals for what comes in another version: these, or a copy if calls run with them.
+
+        In a copy, functions and what holds some are missing, for they would go on with the globals of those calls.
+        """
+        if not self.uses:
+            self.version += 1
+            for name in changed:
+                del self.sent[name]
+            return self
+        dropped = {name for name, digest in self.sent.items() if digest.holds_functions}.union(changed)
+        values = {name: value for name, value in self.values.items() if name not in dropped}
+        return Namespace(values, {name: digest for name, digest in self.sent.items() if name not in dropped})
 
 
 class SharedGlobals:
@@ -50,8 +85,8 @@ class SharedGlobals:
         self._current: dict[File, Namespace] = {}
         self._generation = 0
 
-    def make(self, function: SharingFunction) -> Callable[..., object]:
-        """The function for one call, on that call's thread.
+    def make(self, function: SharingFunction) -> tuple[Callable[..., object], Use]:
+        """The function for one call, on that call's thread, and what to hold while it runs.
 
         Raises:
             Exception: something that it refers to is missing here.
@@ -63,9 +98,19 @@ class SharedGlobals:
                 self._current.clear()
                 function.made = None
             made = function.made
-            if made is None or any(self._current.get(file) is not space for file, space in made[1].items()):
-                made = function.made = self._load(function)
-            return made[0]
+            if made is None or not self._is_current(made):
+                made = function.made = Made(*self._load(function))
+            use = Use()
+            for space, _ in made.spaces.values():
+                space.uses.add(use)
+            return made.function, use
+
+    def _is_current(self, made: Made) -> bool:
+        """Return whether the globals that a function was made for are still those of their files, and unchanged."""
+        return all(
+            self._current.get(file) is space and space.version == version
+            for file, (space, version) in made.spaces.items()
+        )
 
     def _load(self, function: SharingFunction) -> tuple[Callable[..., object], dict[File, Namespace]]:
         if function.sent is None:
@@ -86,19 +131,21 @@ class SharedGlobals:
         self._current.update(shared)
         return shared
 
-    def _matching(self, file: File, sent: dict[File, dict[str, bytes]]) -> Namespace:
-        """The globals of a file that a function fits into; new ones without what it brings in another version."""
+    def _matching(self, file: File, sent: dict[File, dict[str, Digest]]) -> Namespace:
+        """The globals of a file that a function fits into, without what it brings in another version."""
         space, brings = self._current.get(file), sent.get(file, {})
         if space is None:
             return Namespace()
         changed = [name for name, digest in brings.items() if space.sent.get(name, digest) != digest]
-        if not changed:
-            return space
-        values, known = dict(space.values), dict(space.sent)
-        for name in changed:
-            del known[name]
-            values.pop(name, None)
-        return Namespace(values, known)
+        return space.without(changed) if changed else space
+
+
+class Made:
+    """A function, and the globals that it was made for, with the versions that they had."""
+
+    def __init__(self, function: Callable[..., object], spaces: dict[File, Namespace]) -> None:
+        self.function = function
+        self.spaces = {file: (space, space.version) for file, space in spaces.items()}
 
 
 class SharingFunction:
@@ -106,14 +153,14 @@ class SharingFunction:
 
     Attributes:
         content: its pickle.
-        made: the function, and the globals that it was made for.
+        made: the function as it was made last.
         sent: digests of the globals that it brings, once they were looked at.
     """
 
     def __init__(self, content: bytes) -> None:
         self.content = content
-        self.made: tuple[Callable[..., object], dict[File, Namespace]] | None = None
-        self.sent: dict[File, dict[str, bytes]] | None = None
+        self.made: Made | None = None
+        self.sent: dict[File, dict[str, Digest]] | None = None
 
 
 def load_function(content: bytes) -> Callable[..., object]:
@@ -134,7 +181,7 @@ class _Loading(Unpickler):
     """
 
     def __init__(
-        self, content: bytes, choose: Callable[[File], Namespace], sent: dict[File, dict[str, bytes]] | None = None
+        self, content: bytes, choose: Callable[[File], Namespace], sent: dict[File, dict[str, Digest]] | None = None
     ) -> None:
         super().__init__([content], _NO_TABLES, _no_reference, named_device)
         self._choose = choose
@@ -185,27 +232,69 @@ def _callable(found: object) -> Callable[..., object]:
 
 
 class _Digester(pickle.Pickler):
-    """Writes a value so that two that came from the same one are equal, whatever its functions and classes refer to."""
+    """Writes a value so that two that came from the same one are equal, whatever its functions and classes refer to.
+
+    Args:
+        file: what it writes to.
+        seen: the functions that were written already, by identity.
+    """
+
+    def __init__(self, file: io.BytesIO, seen: dict[int, int]) -> None:
+        super().__init__(file, protocol=5)
+        self._seen = seen
 
     def persistent_id(self, value: object) -> object:
         if isinstance(value, types.FunctionType):
-            return "function", value.__module__, value.__qualname__, hash(value.__code__), value.__defaults__
+            return self._function(value)
         if isinstance(value, type):
             return "class", value.__module__, value.__qualname__, id(value)
         return ("module", value.__name__) if isinstance(value, types.ModuleType) else None
 
+    def _function(self, function: types.FunctionType) -> object:
+        if id(function) in self._seen:  # it refers to itself, as recursive ones do
+            return "function", self._seen[id(function)]
+        self._seen[id(function)] = len(self._seen)
+        cells = [self._cell(cell) for cell in function.__closure__ or ()]
+        defaults = function.__defaults__, function.__kwdefaults__
+        return "function", function.__module__, function.__qualname__, _text_of(function.__code__), defaults, cells
 
-def _digests(values: dict[str, object]) -> dict[str, bytes]:
+    def _cell(self, cell: types.CellType) -> object:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # nothing was assigned yet
+            return None
+        file = io.BytesIO()
+        try:
+            _Digester(file, self._seen).dump(value)
+        except Exception:
+            return type(value).__qualname__
+        return file.getvalue()
+
+
+def _text_of(value: object) -> str:
+    """Return a text of a constant that those of equal ones share, code among them; 1, 1.0 and True are not equal."""
+    if isinstance(value, types.CodeType):
+        _, fields = _cloudpickle._code_reduce(value)
+        return _text_of(fields)
+    if isinstance(value, tuple):
+        return "(" + ",".join(map(_text_of, value)) + ")"
+    if isinstance(value, frozenset):
+        return "{" + ",".join(sorted(map(_text_of, value))) + "}"
+    return hex(value) if type(value) is int else repr(value)  # no limit of digits
+
+
+def _digests(values: dict[str, object]) -> dict[str, Digest]:
     return {name: _digest(value) for name, value in values.items()}
 
 
-def _digest(value: object) -> bytes:
+def _digest(value: object) -> Digest:
     file = io.BytesIO()
+    seen: dict[int, int] = {}
     try:
-        _Digester(file, protocol=5).dump(value)
+        _Digester(file, seen).dump(value)
     except Exception:  # it came by a pickle of another kind: each time, it is another one
-        return secrets.token_bytes(32)
-    return hashlib.sha256(file.getbuffer()).digest()
+        return Digest(secrets.token_bytes(32), bool(seen))
+    return Digest(hashlib.sha256(file.getbuffer()).digest(), bool(seen))
 
 
 def named_device(fields: Any) -> torch.device:

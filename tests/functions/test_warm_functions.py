@@ -74,6 +74,40 @@ def scale_later(begun, go):
         time.sleep(0.005)
     return SCALE
 
+def scale_of_helper(x):
+    return scaled_by(x), SCALE * x
+
+def scaled_by(x):
+    return SCALE * x
+
+HELPERS = {{"scaled": scaled_by}}
+
+def scale_of_table(x):
+    return HELPERS["scaled"](x), SCALE * x
+
+class Row:
+    def scale(self):
+        return SCALE
+
+def make_row():
+    return Row()
+
+def row_is_one(count):
+    global calls
+    calls += count
+    row = make_row()
+    return isinstance(row, Row), row.scale(), calls
+
+def holding(number):
+    def held():
+        return number
+    return held
+
+chosen = holding(1)
+
+def choose():
+    return chosen()
+
 def closing_over(values):
     def collect(x):
         values.append(x)
@@ -163,6 +197,63 @@ def test_a_function_that_runs_keeps_the_globals_that_it_was_sent_with(
     assert worker.run(main.scaled, 1)[0] == 10
     go.touch()
     assert running.result(60) == 2
+
+
+def test_functions_that_a_function_calls_see_what_has_changed(worker: skyproxy.Node, main: ModuleType) -> None:
+    for scale in (2, 10, 3, 2, 10):
+        main.SCALE = scale
+        assert worker.run(main.scale_of_helper, 1) == (scale, scale)
+        assert worker.run(main.scale_of_table, 1) == (scale, scale)
+        assert worker.run(main.row_is_one, 0) == (True, scale, 0)
+
+
+def test_they_do_so_while_another_call_runs_with_what_was_before(
+    worker: skyproxy.Node, main: ModuleType, tmp_path: Path
+) -> None:
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    assert worker.run(main.row_is_one, 5) == (True, 2, 5)
+    assert worker.run(main.scale_of_table, 1) == (2, 2)
+    running = worker.submit(main.scale_later, str(begun), str(go))
+    while not begun.exists():
+        assert not running.done()
+        time.sleep(0.005)
+    for scale in (10, 11):
+        main.SCALE = scale
+        assert worker.run(main.scale_of_helper, 1) == (scale, scale)
+        assert worker.run(main.scale_of_table, 1) == (scale, scale)
+        assert worker.run(main.row_is_one, 0) == (True, scale, 5)  # what they had counted stays
+    go.touch()
+    assert running.result(60) == 2
+    main.SCALE = 12
+    assert worker.run(main.scale_of_table, 1) == (12, 12)
+    assert worker.run(main.row_is_one, 1) == (True, 12, 6)
+
+
+def test_a_class_that_is_defined_anew_is_the_new_one_for_all(worker: skyproxy.Node, main: ModuleType) -> None:
+    assert worker.run(main.row_is_one, 0)[:2] == (True, 2)
+    exec("class Row:\n    def scale(self):\n        return -SCALE", vars(main))
+    assert worker.run(main.row_is_one, 0)[:2] == (True, -2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("-1", "-2"), ("1", "1.0"), ("1", "True"), ("0.0", "-0.0"), ("'a'", "b'a'")]
+)
+def test_a_function_whose_constant_alone_has_changed_is_the_new_one(
+    before: str, after: str, worker: skyproxy.Node, main: ModuleType
+) -> None:
+    for constant in (before, after):
+        exec(f"def helper(x):\n    return {constant}", vars(main))
+        assert repr(worker.run(main.doubled, 3)) == repr(eval(constant))
+
+
+def test_a_function_that_closes_over_something_else_is_the_new_one(worker: skyproxy.Node, main: ModuleType) -> None:
+    assert worker.run(main.choose) == 1
+    main.chosen = main.holding(2)
+    assert worker.run(main.choose) == 2
+    main.chosen = main.holding(main.holding(3))
+    assert worker.run(main.choose)() == 3
+    main.chosen = main.holding(main.holding(4))
+    assert worker.run(main.choose)() == 4
 
 
 def test_a_function_that_is_defined_anew_is_the_new_one_for_all(worker: skyproxy.Node, main: ModuleType) -> None:

@@ -47,6 +47,7 @@ EXCEPTIONS = {
     ("skyproxy/runtime/rank_start/sitecustomize.py", "sys.excepthook"): "a process of a script that is debugged",
     ("skyproxy/jobs/function_process.py", "sys.path"): "the process of a job, which imports what its program does",
     ("skyproxy/notebook/cells.py", "linecache.cache[filename]"): "the sources of cells, where tracebacks look",
+    ("skyproxy/runtime/sources.py", "linecache.cache[file]"): "the sources of functions, so too",
     ("skyproxy/torch_modes.py", "torch.backends.quantized.engine"): "a setting of PyTorch's, set as users set it",
     ("skyproxy/payloads/rebuilding.py", "object.__setattr__"): "attributes of a value that is rebuilt",
     ("skyproxy/patching.py", "setattr"): "the registry itself",

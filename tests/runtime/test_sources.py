@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from skyproxy.payloads import sources
 from skyproxy.payloads.pickling import Pickled, Pickler, Unpickler
+from skyproxy.runtime import sources
 
 _SEEN = "<a cell of a notebook>"
 
