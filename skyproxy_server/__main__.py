@@ -25,7 +25,7 @@ from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.runtime.lifecycle import close_at_once
 from skyproxy.settings import SETTINGS
 from skyproxy.snapshots.stores import is_address, open_store
-from skyproxy_server import audit, auth
+from skyproxy_server import audit, auth, forked_processes
 from skyproxy_server.addresses import refuse_early
 from skyproxy_server.allocator import keep_freed_memory
 from skyproxy_server.arguments import parser
@@ -181,6 +181,7 @@ def _stop_event(embedded: bool) -> Stop:
     signal.signal(signal.SIGTERM, lambda *_: stop.set() if embedded else stop.suspend())
     # Ctrl-C in a terminal goes to every process in it. The embedded worker must survive it: the user means the client.
     signal.signal(signal.SIGINT, signal.SIG_IGN if embedded else lambda *_: stop.set())
+    forked_processes.end_by_signals(interrupts=not embedded)
     return stop
 
 

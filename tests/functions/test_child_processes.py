@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ TEXT = """
 import dataclasses
 import enum
 import multiprocessing
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 import torch.multiprocessing
@@ -94,6 +96,14 @@ def check(rank, expected):
     assert square(rank + 3) == expected
 
 
+def end(method):
+    process = multiprocessing.get_context(method).Process(target=time.sleep, args=(600,))
+    process.start()
+    process.terminate()
+    process.join(60)
+    return process.exitcode
+
+
 def local_function(method):
     with multiprocessing.get_context(method).Pool(1) as pool:
         return pool.map(lambda number: number, range(1))
@@ -132,6 +142,14 @@ def test_what_comes_back_is_of_the_function_s_own_classes(
 @pytest.mark.parametrize("method", METHODS)
 def test_a_data_loader_has_a_data_set_of_the_program(method: str, program: dict[str, Any], node: skyproxy.Node) -> None:
     assert node.run(program["load"], method) == [[True, True], [True, True]]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_process_ends_when_it_is_told_to(
+    method: str, isolate: bool, program: dict[str, Any], node: skyproxy.Node
+) -> None:
+    assert node.submit(program["end"], method, isolate=isolate).result() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("isolate", [False, True])
