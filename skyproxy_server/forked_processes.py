@@ -1,4 +1,4 @@
-"""What functions fork: processes that end by the signals that end any other, which a worker takes in another way."""
+"""Processes that functions fork: they end by the signals that end any other, which a worker takes in another way."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ File = tuple[object, ...]
 
 
 class Digest(NamedTuple):
-    """What two values that came from the same one have in common.
+    """Content of a value that came from the program, equal for two that came from the same one.
 
     Attributes:
         content: of the value.
