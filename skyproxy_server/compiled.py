@@ -38,6 +38,7 @@ from skyproxy_server.kernel_checks import CHECKS
 from skyproxy_server.op_functions import function_of, is_checked
 from skyproxy_server.op_overrides import CPU_OVERRIDES
 from skyproxy_server.signatures import Signature
+from skyproxy_server.sparse_indices import may_share_indices
 
 logger = logging.getLogger("skyproxy.server")
 
@@ -68,6 +69,7 @@ class CompiledGraph:
     Attributes:
         draws: whether it takes random numbers.
         writes: whether one of its ops changes a tensor, which may be one that the graph is given.
+        shares_indices: as that of an op; then it writes nothing.
         ran: how it ran so far: "eager", "inductor", or "" before the first call.
         trouble: why it is not compiled although that was wished for.
     """
@@ -101,11 +103,16 @@ class CompiledGraph:
         self._kind = "cpu" if on_cpu else "cuda"
         if self._mode not in _MODES:
             raise ProtocolError(f"a graph cannot run as {self._mode!r:.40}")
-        self.draws = self.writes = False
+        self.draws = self.writes = self.shares_indices = False
         self.ran = ""
         self.trouble = ""
         self._checked: dict[torch.fx.Node, Callable[..., object]] = {}
         self._module = self._build(inputs, numbers, fields, on_cpu)
+        if self.shares_indices and self.writes:
+            # Sparse indices are looked at before an op, not within one.
+            raise UnsupportedOpError(
+                "a compiled graph cannot have indices of sparse tensors and change memory in place"
+            )
         self._eager: Callable[..., object] = self._as_checked().forward
         self._single = outputs == 1
         self._variants: dict[object, Callable[..., object]] = {}
@@ -186,6 +193,7 @@ class CompiledGraph:
             elif enumeration_of(argument) is not None:
                 raise ProtocolError(f"{name}: {argument.name} cannot be computed")
         numbers.add_op(overload)
+        self.shares_indices = self.shares_indices or may_share_indices(schema.name.partition("::")[2])
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in overload.tags
         self.writes = self.writes or any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
         traced = CPU_OVERRIDES.get(name, overload) if on_cpu else overload
@@ -356,7 +364,7 @@ class CompiledSignature(Signature):
         self._constants["number"] = as_number
         try:
             self.program = CompiledGraph(len(templates), len(outputs), fields, on_cpu=on_cpu, numbers=scalars)
-            self.draws = self.program.draws
+            self.draws, self.shares_indices = self.program.draws, self.program.shares_indices
             # Which arguments it changes is what the client says of it; they are not moved while others read them.
             self.hides_writes = self.program.writes
             self._constants["op"] = self.program

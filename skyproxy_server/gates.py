@@ -15,11 +15,14 @@ import torch
 
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.layouts import needed_bytes
+from skyproxy_server.sparse_indices import WatchedIndices, parts_of
 
 _NO_STORAGE = 0
 """The key of what closes no storage: see `Gates.hold`."""
 _SHRUNK = -1
 """The key that is closed while any storage is smaller than it had been."""
+_INDICES = -2
+"""The key that is closed once the client may have the indices of a sparse tensor as a dense one, and write to them."""
 
 
 @dataclass(slots=True)
@@ -67,6 +70,7 @@ class Gates:
         self.closed: dict[int, list[Gate]] = {}
         self._shrunk: dict[int, tuple[Any, int]] = {}
         """Storages that were made smaller than they had been, and their former bytes."""
+        self._indices: WatchedIndices | None = None
 
     def __bool__(self) -> bool:
         return bool(self.closed)
@@ -78,6 +82,17 @@ class Gates:
     def let_go(self) -> None:
         """Take `hold` back."""
         self.closed.pop(_NO_STORAGE, None)
+
+    def watch_indices(self) -> None:
+        """Look at the indices of sparse tensors from now on, before an op reads them, as often as they were changed."""
+        if self._indices is None:
+            self._indices = WatchedIndices()
+            self.closed[_INDICES] = []
+
+    def note_writes(self, values: Iterable[object]) -> None:
+        """Note that something other than an op has written to these values."""
+        if self._indices is not None:
+            self._indices.note_writes(_keys(_tensors(values)))
 
     def note_resize(self, tensor: torch.Tensor, former_bytes: int) -> None:
         """The tensor's storage had so many bytes before. PyTorch's kernels would read and write beyond its end."""
@@ -91,6 +106,8 @@ class Gates:
 
     def note_memory(self, value: torch.Tensor) -> None:
         """The value comes from another session, which may have made its storage too small for it."""
+        if parts_of(value) is not None:
+            self.watch_indices()
         for part in _parts(value):
             if needed_bytes(part) > part.untyped_storage().nbytes():
                 self.note_resize(part, needed_bytes(part))
@@ -155,18 +172,25 @@ class Gates:
             if storage is not None and torch._C._storage_Use_Count(storage._cdata) <= OWN_USES:
                 del self.closed[key]
 
-    def wait_until_usable(self, reads: Iterable[object], writes: Iterable[object], *, sizes: bool = True) -> None:
+    def wait_until_usable(
+        self, reads: Iterable[object], writes: Iterable[object], *, sizes: bool = True, by_one_op: bool = False
+    ) -> None:
         """Waits until these tensors may be used.
 
         Args:
             reads: what is used.
             writes: those of `reads` that will change.
             sizes: whether they must have the memory that they describe; for views and resizing they need not.
+            by_one_op: whether it is one op that reads them and writes to them.
 
         Raises:
             PoisonedError: a change of one of them failed and the client has not been told yet, or its bytes never came.
-            RuntimeError: the storage of one of them was made too small for it.
+            RuntimeError: the storage of one of them was made too small for it, or the indices of a sparse one lead
+                outside of it.
         """
+        if self._indices is not None:
+            reads, writes = list(reads), list(writes)
+            self._check_indices(self._indices, reads, writes, by_one_op)
         if self._shrunk:
             reads = list(reads)
             # A list is of no use to a view, and its parts are read for the text of the error.
@@ -179,6 +203,15 @@ class Gates:
                 if gate.blocks_reads or key in written:
                     self._open(key, gate)
                     self._wait(gate)
+
+    def _check_indices(
+        self, watched: WatchedIndices, reads: list[object], writes: list[object], by_one_op: bool
+    ) -> None:
+        dense = [value for value in writes if isinstance(value, torch.Tensor) and parts_of(value) is None]
+        written = set(_keys(dense)) if by_one_op else set()
+        for tensor in _tensors(reads):
+            watched.check(tensor, written)
+        watched.note_writes(_keys(_tensors(writes)))
 
     def wait_for_transfers(self) -> None:
         """Waits until all bytes have come and gone."""
@@ -225,6 +258,8 @@ class Gates:
         """Forget every mark."""
         self.closed.clear()
         self._shrunk.clear()
+        if self._indices is not None:
+            self.closed[_INDICES] = []
 
     def open_finished(self, *, wait: bool = False) -> None:
         """Forgets transfers that are over, or, with `wait`, all of them as soon as they are."""
@@ -284,13 +319,16 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The strided tensors whose memory a tensor uses."""
     if tensor.layout is torch.strided:
         return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()
+    parts = parts_of(tensor)
+    return () if parts is None else (*parts[0], parts[1])
+
+
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _check_size(tensor: torch.Tensor) -> None:

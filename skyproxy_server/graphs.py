@@ -196,6 +196,7 @@ class Graphs:
                 made = recording.replayer.replay(
                     self._inputs(recording, values), lambda strict: self._make(recording, values, strict)
                 )
+        self._values.gates.note_writes(made.values())
         if self._values.not_replayed:
             self._replay(recording.number)  # first: it holds their memory, which counts as somebody who looks at it
         self._publish(values, made)

@@ -21,6 +21,7 @@ from skyproxy_server.named_errors import (
 from skyproxy_server.named_sessions import NamedSession, NamedSessions, NamedValueRequests, StoredValue
 from skyproxy_server.session_state import SessionState
 from skyproxy_server.snapshots.claims import claimed, ended_elsewhere, left_elsewhere, rows_elsewhere
+from skyproxy_server.sparse_indices import with_own_indices
 
 _MOST_CHARACTERS = 200
 _MOST_ADDRESS_CHARACTERS = 2000
@@ -155,7 +156,7 @@ def adopt_named(session: SessionState, key: str, version: int, slots: list[int])
                 torch.cuda.synchronize(tensor.device)
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             session.values.gates.note_memory(tensor)
-            session.values.slots[slot] = tensor
+            session.values.slots[slot] = with_own_indices(tensor)
     return True
 
 

@@ -9,6 +9,7 @@ from skyproxy.errors import ProtocolError
 from skyproxy.protocol import commands
 from skyproxy.protocol.commands import Handler
 from skyproxy_server.compiled import CompiledSignature
+from skyproxy_server.gates import Gates
 from skyproxy_server.kernel_warnings import KernelWarning, collect
 from skyproxy_server.random_state import RandomState
 from skyproxy_server.reports import Reports
@@ -25,17 +26,21 @@ class OpTable:
         widths: how many operands each command takes, by number.
     """
 
-    def __init__(self, reports: Reports, random: RandomState, *, on_cpu: bool, max_signatures: int) -> None:
+    def __init__(
+        self, reports: Reports, random: RandomState, gates: Gates, *, on_cpu: bool, max_signatures: int
+    ) -> None:
         """Make the table of one session.
 
         Args:
             reports: tells the client of warnings.
             random: the session's random numbers.
+            gates: look at sparse indices once an op is defined that may share their memory.
             on_cpu: whether the ops run on the CPU.
             max_signatures: how many of them there may be.
         """
         self._reports = reports
         self._random = random
+        self._gates = gates
         self._on_cpu = on_cpu
         self._max_signatures = max_signatures
         self.signatures: dict[int, Signature] = {}
@@ -83,6 +88,8 @@ class OpTable:
             raise ProtocolError(f"more than {self._max_signatures} signatures")
         kind = CompiledSignature if definition and definition[0] == commands.COMPILED else Signature
         signature = kind(definition, on_cpu=self._on_cpu)
+        if signature.shares_indices:
+            self._gates.watch_indices()
         if signature.draws:
             signature.handler = self._random.guard(signature.handler)
         self.signatures[number], self.widths[number] = signature, signature.width

@@ -19,6 +19,7 @@ from skyproxy_server.forward_checks import FORWARD_CHECKS, READ_ONE_BEHIND_THE_O
 from skyproxy_server.kernel_checks import CHECKS, Check, clamp_indices, require
 from skyproxy_server.layouts import needed_bytes
 from skyproxy_server.recurrent_checks import RECURRENT_CHECKS, gradients_apart
+from skyproxy_server.sparse_indices import check_indices
 from skyproxy_server.unwritten_results import UNWRITTEN
 
 Tensor = torch.Tensor
@@ -117,28 +118,10 @@ def _compressed_form(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def call(*args: object, **kwargs: object) -> Tensor:
         result = op(*args, **kwargs)
-        by_rows = result.layout in (torch.sparse_csr, torch.sparse_bsr)
-        outer = result.crow_indices() if by_rows else result.ccol_indices()
-        inner = result.col_indices() if by_rows else result.row_indices()
-        try:
-            torch._validate_sparse_compressed_tensor_args(outer, inner, result.values(), result.shape, result.layout)
-        except RuntimeError as error:
-            # Locally, indices in another order and twice the same one are as good.
-            if "sorted and distinct" not in str(error) or not _lead_inside(result, outer, inner, by_rows):
-                raise
+        check_indices(result)
         return result
 
     return call
-
-
-def _lead_inside(tensor: Tensor, outer: Tensor, inner: Tensor, by_rows: bool) -> bool:
-    """Return whether indices of fitting shapes stay within a compressed tensor, in whatever order they are."""
-    batch = outer.dim() - 1
-    blocks = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
-    length = tensor.shape[batch + by_rows] // (tensor.values().shape[batch + 1 + by_rows] if blocks else 1)
-    ends = (outer[..., 0] == 0) & (outer[..., -1] == inner.shape[-1])
-    rising = (outer.diff(dim=-1) >= 0).all() & ends.all()
-    return bool(rising & (inner >= 0).all() & (inner < length).all())
 
 
 for _kind in ("compressed", "csr", "csc", "bsr", "bsc"):

@@ -137,7 +137,11 @@ class SessionState:
         self.random = RandomState(self.devices)
         self.values = Values(self.reports, self.idle)
         self.ops = OpTable(
-            self.reports, self.random, on_cpu=self.devices.on_cpu, max_signatures=settings.max_signatures
+            self.reports,
+            self.random,
+            self.values.gates,
+            on_cpu=self.devices.on_cpu,
+            max_signatures=settings.max_signatures,
         )
         self.graphs = Graphs(self.values, self.ops, self.reports, self.modes, self.random, self.devices)
         self.verification = Verification(self.ops, self.values, self.modes)

@@ -115,6 +115,7 @@ class Values:
             [slots.get(slot) for slot in signature.input_slots(stream, at)],
             [slots.get(slot) for slot in signature.changed_slots(stream, at)],
             sizes=not signature.views,
+            by_one_op=True,
         )
 
     def poison(

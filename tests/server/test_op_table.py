@@ -13,6 +13,7 @@ from skyproxy.protocol import commands
 from skyproxy.protocol.messages import Message, Warned
 from skyproxy_server import op_table
 from skyproxy_server.devices import WorkerDevices
+from skyproxy_server.gates import Gates
 from skyproxy_server.kernel_warnings import KernelWarning
 from skyproxy_server.op_table import OpTable
 from skyproxy_server.random_state import RandomState
@@ -29,7 +30,7 @@ class Table:
     def __init__(self) -> None:
         self.sent: list[Message] = []
         devices = WorkerDevices([{"type": "cpu", "index": 0, "name": "CPU"}])
-        self.ops = OpTable(Reports(self.sent.append), RandomState(devices), on_cpu=True, max_signatures=2)
+        self.ops = OpTable(Reports(self.sent.append), RandomState(devices), Gates(), on_cpu=True, max_signatures=2)
 
     def define(self, number: int, definition: list[Any]) -> int:
         return self.run([commands.DEFINE, number, definition])

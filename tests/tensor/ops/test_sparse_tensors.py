@@ -126,6 +126,26 @@ def test_indices_outside_of_the_sizes_are_refused_without_being_asked(sky: str) 
         torch.sparse_csr_tensor(rows, where[0], values, (2, 3), check_invariants=False).to_dense().cpu()
 
 
+@pytest.mark.parametrize("through", ["the tensor", "what it was made of"])
+def test_indices_that_are_changed_in_place_are_those_of_the_tensor(through: str, sky: str) -> None:
+    for device in ("cpu", sky):
+        where, values = torch.tensor([[0, 2]], device=device), torch.tensor([1.0, 2.0], device=device)
+        sparse = torch.sparse_coo_tensor(where, values, (3,))
+        assert sparse.to_dense().tolist() == [1, 0, 2]
+        indices = sparse._indices() if through == "the tensor" else where
+        indices += -1 + 2 * (indices == 0)
+        assert sparse.to_dense().tolist() == [0, 3, 0]
+
+
+def test_ones_that_are_outside_then_are_refused(sky: str) -> None:
+    where, values = torch.tensor([[0, 2]], device=sky), torch.tensor([1.0, 2.0], device=sky)
+    sparse = torch.sparse_coo_tensor(where, values, (3,))
+    sparse._indices().fill_(1 << 40)
+    with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+        sparse.to_dense().cpu()
+    assert torch.ones(3, device=sky).tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("wanted", [0, 4])
 def test_what_a_compressed_tensor_was_made_of_keeps_its_size(wanted: int, sky: str) -> None:
     """PyTorch keeps the very arguments, and shortens them with the tensor."""
