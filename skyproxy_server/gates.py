@@ -191,6 +191,8 @@ class Gates:
         if self._indices is not None:
             reads, writes = list(reads), list(writes)
             self._check_indices(self._indices, reads, writes, by_one_op)
+            if len(self.closed) == 1:
+                return
         if self._shrunk:
             reads = list(reads)
             # A list is of no use to a view, and its parts are read for the text of the error.
@@ -207,11 +209,14 @@ class Gates:
     def _check_indices(
         self, watched: WatchedIndices, reads: list[object], writes: list[object], by_one_op: bool
     ) -> None:
-        dense = [value for value in writes if isinstance(value, torch.Tensor) and parts_of(value) is None]
-        written = set(_keys(dense)) if by_one_op else set()
-        for tensor in _tensors(reads):
-            watched.check(tensor, written)
-        watched.note_writes(_keys(_tensors(writes)))
+        sparse = [tensor for tensor in _tensors(reads) if tensor.layout is not torch.strided]
+        if sparse:
+            dense = [tensor for tensor in _tensors(writes) if tensor.layout is torch.strided]
+            written = set(_keys(dense)) if by_one_op else set()
+            for tensor in sparse:
+                watched.check(tensor, written)
+        if writes:
+            watched.note_writes(_keys(_tensors(writes)))
 
     def wait_for_transfers(self) -> None:
         """Waits until all bytes have come and gone."""

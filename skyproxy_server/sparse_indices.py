@@ -50,11 +50,12 @@ def check_indices(tensor: Tensor) -> None:
     if tensor.layout is torch.sparse_coo:
         torch._validate_sparse_coo_tensor_args(indices[0], values, list(tensor.shape))
         return
+    outer, inner = indices
     try:
-        torch._validate_sparse_compressed_tensor_args(*indices, values, tensor.shape, tensor.layout)
+        torch._validate_sparse_compressed_tensor_args(outer, inner, values, tensor.shape, tensor.layout)
     except RuntimeError as error:
         # Locally, indices in another order and twice the same one are as good.
-        if "sorted and distinct" not in str(error) or not _lead_inside(tensor, *indices):
+        if "sorted and distinct" not in str(error) or not _lead_inside(tensor, outer, inner):
             raise
 
 
@@ -71,7 +72,10 @@ def with_own_indices(tensor: Tensor) -> Tensor:
         return torch.sparse_coo_tensor(
             indices[0], values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
         )
-    return torch.sparse_compressed_tensor(*indices, values, tensor.shape, layout=tensor.layout, check_invariants=False)
+    outer, inner = indices
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, tensor.shape, layout=tensor.layout, check_invariants=False
+    )
 
 
 def _lead_inside(tensor: Tensor, outer: Tensor, inner: Tensor) -> bool:
