@@ -80,6 +80,20 @@ def test_gradients_are_those_of_the_formula(score_mod: Callable[..., Any] | None
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
 
 
+@pytest.mark.filterwarnings("ignore:.*run op by op from here")
+@pytest.mark.parametrize("score_mod", [None, nearer])
+def test_compiled_it_gives_the_same_numbers_and_gradients(score_mod: Callable[..., Any] | None, sky: str) -> None:
+    found = []
+    for attention in (flex_attention, torch.compile(flex_attention)):
+        torch._dynamo.reset()
+        leaves = [t.requires_grad_() for t in inputs(sky, torch.float32, key_heads=2)]
+        result: Any = attention(*leaves, score_mod=score_mod, block_mask=mask(sky), enable_gqa=True)
+        result.square().sum().backward()
+        found.append([result.detach(), *(leaf.grad for leaf in leaves)])
+    for compiled, eager in zip(*found, strict=True):
+        assert torch.equal(compiled, eager)
+
+
 def test_other_devices_are_refused_as_ever(sky: str) -> None:
     with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
         flex_attention(*[t.requires_grad_() for t in inputs("cpu", torch.float32)])
