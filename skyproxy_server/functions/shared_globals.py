@@ -247,7 +247,9 @@ class _Digester(pickle.Pickler):
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, type):
-            return "class", value.__module__, value.__qualname__, id(value)
+            # By the number that one of the program has for cloudpickle: another may be where one was that is gone.
+            number = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(value, id(value))
+            return "class", value.__module__, value.__qualname__, number
         return ("module", value.__name__) if isinstance(value, types.ModuleType) else None
 
     def _function(self, function: types.FunctionType) -> object:
