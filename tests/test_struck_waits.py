@@ -70,7 +70,7 @@ def new_session(transport: Any) -> NewSession:
 
 
 def test_of_a_job(transport: Any) -> None:
-    link = JobLink(lambda: transport, patience_seconds=60.0)
+    link = JobLink(lambda timeout_seconds=None: transport, patience_seconds=60.0)
     with pytest.raises(Alarm):
         link.ask("status", name="a")
     assert transport.waits == 1

@@ -296,10 +296,15 @@ def opener_of(access: WorkerAccess) -> OpenConnection:
 
     from skyproxy.transport.websocket import connect_websocket  # late: most commands open no connection
 
-    def open_connection() -> Transport:
-        return connect_websocket(url, access.token, jobs_hello(), ssl_context=trusted, server_name=access.server_name)[
-            0
-        ]
+    def open_connection(timeout_seconds: float | None = None) -> Transport:
+        return connect_websocket(
+            url,
+            access.token,
+            jobs_hello(),
+            ssl_context=trusted,
+            server_name=access.server_name,
+            timeout_seconds=timeout_seconds,
+        )[0]
 
     return open_connection
 

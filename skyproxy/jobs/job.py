@@ -155,7 +155,7 @@ class Job:
             patience = min(patience, max(deadline - time.monotonic(), 0.0))
         rows = []
         with contextlib.ExitStack() as links:
-            running = [links.enter_context(JobLink(open_connection, patience)) for open_connection in self._nodes]
+            running = [links.enter_context(JobLink(each, patience, deadline)) for each in self._nodes]
             while running:
                 for link in list(running):
                     seconds = WAIT_SECONDS if len(running) == 1 else _TURN_SECONDS

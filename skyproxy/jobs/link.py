@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from math import inf
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from skyproxy.errors import (
     AuthenticationError,
@@ -24,15 +25,24 @@ from skyproxy.protocol.versions import SUPPORTED
 from skyproxy.settings import SETTINGS
 from skyproxy.transport.base import Transport
 
-OpenConnection = Callable[[], Transport]
 Row = dict[str, Any]
 """An answer of a worker, of which nothing is trusted."""
 
 WAIT_SECONDS = 15.0
 """The longest that one request asks the worker to wait for news."""
 _ANSWER_SECONDS = 30.0
+_GRACE_SECONDS = 2.0
+"""For how long beyond its own time-out a program waits for an answer that is due then."""
 _PAUSE_SECONDS = 1.0
 _MOST_NODES = 10_000
+
+
+class OpenConnection(Protocol):
+    """Makes a connection for jobs."""
+
+    def __call__(self, timeout_seconds: float | None = None) -> Transport:
+        """Make it, or fail in about so many seconds; None: as long as any connection may take."""
+        ...
 
 
 class JobLink:
@@ -41,11 +51,15 @@ class JobLink:
     Args:
         open_connection: makes it.
         patience_seconds: for how long a request is made again where the worker cannot be reached.
+        deadline: until when an answer is of use, in seconds of the monotonic clock; None: for ever.
     """
 
-    def __init__(self, open_connection: OpenConnection, patience_seconds: float = 0.0) -> None:
+    def __init__(
+        self, open_connection: OpenConnection, patience_seconds: float = 0.0, deadline: float | None = None
+    ) -> None:
         self._open = open_connection
         self._patience_seconds = patience_seconds
+        self._deadline = deadline
         self._transport: Transport | None = None
         self._numbers = itertools.count(1)
 
@@ -77,12 +91,13 @@ class JobLink:
 
     def order(self, action: str, value: Mapping[str, object], data: Buffer | None = None) -> tuple[Row, bytes]:
         """Ask once, for what must not be done twice; errors are those of `ask`, and `SessionLostError`."""
+        left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0) + _GRACE_SECONDS
         if self._transport is None:
-            self._transport = self._open()
+            self._transport = self._open(left)
         number = RequestId(next(self._numbers))
         try:
             self._transport.send(JobRequest(number, action, dict(value), () if data is None else (data,)))
-            answer = self._transport.recv(WAIT_SECONDS + _ANSWER_SECONDS)
+            answer = self._transport.recv(min(WAIT_SECONDS + _ANSWER_SECONDS, inf if left is None else left))
             if not isinstance(answer, JobAnswer) or answer.request != number:
                 raise ProtocolError("the worker answered another question")
         except TimeoutError as error:

@@ -118,9 +118,9 @@ class NodeJobs:
 
         return JobWorker(self._open_jobs, self._runner.shares_files, self._runner.trusted)
 
-    def _open_jobs(self) -> Transport:
+    def _open_jobs(self, timeout_seconds: float | None = None) -> Transport:
         if self._is_taken_away:
             raise UnknownJobError("the job is gone with its worker, which its pool has taken away")
         if self._opener is None:
             raise ConfigurationError("this node was made without a way to ask its worker")
-        return self._opener.open_apart(JOBS)
+        return self._opener.open_apart(JOBS, timeout_seconds)

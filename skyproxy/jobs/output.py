@@ -121,10 +121,10 @@ class _Followers:
             link.close()
 
     def _opener_until_stopped(self, open_connection: OpenConnection) -> OpenConnection:
-        def open_unless_stopped() -> Transport:
+        def open_unless_stopped(timeout_seconds: float | None = None) -> Transport:
             if self._stopped.is_set():
                 raise _StoppedError
-            return open_connection()
+            return open_connection(timeout_seconds)
 
         return open_unless_stopped
 

@@ -95,9 +95,9 @@ class Opener:
         """Open a functions connection of the session."""
         return self._open(FUNCTIONS, self.welcome.session)[0]
 
-    def open_apart(self, role: str) -> Transport:
-        """Open a connection that belongs to no session: for jobs."""
-        return self._open(role, "")[0]
+    def open_apart(self, role: str, timeout_seconds: float | None = None) -> Transport:
+        """Open a connection that belongs to no session: for jobs; in no more than so many seconds for each step."""
+        return self._open(role, "", timeout_seconds=timeout_seconds)[0]
 
     def reopen(self, role: str, received: int) -> tuple[Transport, Welcome]:
         """Open a connection of the session in place of one that broke; see `reconnecting.Reopen`."""
@@ -164,7 +164,14 @@ class Opener:
             )
 
     def _open(
-        self, role: str, session: str, secret: bytes = b"", received: int = 0, *, may_renew: bool = True
+        self,
+        role: str,
+        session: str,
+        secret: bytes = b"",
+        received: int = 0,
+        *,
+        may_renew: bool = True,
+        timeout_seconds: float | None = None,
     ) -> tuple[Transport, Welcome]:
         hello = Hello(
             list(SUPPORTED), role, session, software(self._torch_version), self.grace_seconds, secret, received
@@ -172,12 +179,12 @@ class Opener:
         if self._check_way is not None:
             self._check_way()
         try:
-            return self._connect(hello, self.token, self._ssl_context)
+            return self._connect(hello, self.token, self._ssl_context, timeout_seconds)
         except ConnectError:
             if self._renew is None or not may_renew:
                 raise
             fresh, trusted = self._renew_credentials(self._renew)
-            opened = self._connect(hello, fresh, trusted)
+            opened = self._connect(hello, fresh, trusted, timeout_seconds)
             self.token, self._ssl_context = fresh, trusted
             return opened
 
@@ -186,7 +193,9 @@ class Opener:
         fresh, certificate = renew()
         return fresh, client_context(certificate) if certificate is not None else self._ssl_context
 
-    def _connect(self, hello: Hello, token: str, ssl_context: ssl.SSLContext | None) -> tuple[Transport, Welcome]:
+    def _connect(
+        self, hello: Hello, token: str, ssl_context: ssl.SSLContext | None, timeout_seconds: float | None
+    ) -> tuple[Transport, Welcome]:
         from skyproxy.transport.websocket import connect_websocket
 
         return connect_websocket(
@@ -198,4 +207,5 @@ class Opener:
             server_name=self._server_name,
             insecure=self._insecure,
             threads=self.threads,
+            timeout_seconds=timeout_seconds,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import time
+from dataclasses import replace
 
 from websockets.client import ClientProtocol
 from websockets.uri import parse_uri
@@ -42,6 +43,7 @@ def connect_websocket(
     server_name: str | None = None,
     insecure: bool = False,
     threads: SharedThreads | None = None,
+    timeout_seconds: float | None = None,
 ) -> tuple[WebSocketTransport, Welcome]:
     """Opens a connection to a worker and makes the whole handshake.
 
@@ -54,6 +56,7 @@ def connect_websocket(
         server_name: the name that the certificate must have, where it is not the url's host: behind a tunnel.
         insecure: whether `ws` may go to other machines.
         threads: those of several connections, in place of one for this alone.
+        timeout_seconds: for connecting, and for the handshake, where less than the settings allow.
 
     Returns:
         The open transport and the worker's welcome.
@@ -64,6 +67,12 @@ def connect_websocket(
         VersionMismatchError: the worker speaks no version that we speak.
         ConnectError: no connection came about for another reason; says which and what to do.
     """
+    if timeout_seconds is not None:
+        settings = replace(
+            settings,
+            connect_timeout_seconds=min(settings.connect_timeout_seconds, timeout_seconds),
+            handshake_timeout_seconds=min(settings.handshake_timeout_seconds, timeout_seconds),
+        )
     address = parse_url(url, token)
     _check_token(token)
     if not address.secure:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,12 +20,14 @@ from skyproxy.errors import (
     UnknownJobError,
 )
 from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
-from skyproxy.jobs.link import JobLink, log_pieces, send_job
+from skyproxy.jobs.link import JobLink, jobs_hello, log_pieces, send_job
 from skyproxy.jobs.options import JobOptions
 from skyproxy.jobs.submitting import JobWorker, script_of_target, submit_script
+from skyproxy.settings import SETTINGS
 from skyproxy.transport.base import Transport
+from skyproxy.transport.websocket import connect_websocket
 from skyproxy_server.jobs.records import RUNNING
-from tests.jobs.workers import opener, worker_with_jobs
+from tests.jobs.workers import TOKEN, opener, worker_with_jobs
 from tests.server.jobs.programs import LONG, PATIENCE_SECONDS, limits, payload_of
 
 ROW: dict[str, Any] = {
@@ -119,7 +123,7 @@ def test_a_wait_has_an_end(tmp_path: Path) -> None:
 def test_a_wait_for_a_worker_that_is_gone_has_an_end_too() -> None:
     asked: list[int] = []
 
-    def gone() -> Transport:
+    def gone(timeout_seconds: float | None = None) -> Transport:
         asked.append(1)
         raise ConnectError("nobody answers")
 
@@ -142,7 +146,7 @@ time.sleep(600)
     openers: list[Any] = []
     moved = threading.Event()
 
-    def open_connection() -> Transport:
+    def open_connection(timeout_seconds: float | None = None) -> Transport:
         if len(openers) > 1:
             moved.set()
         return openers[-1]()  # type: ignore[no-any-return]
@@ -169,6 +173,40 @@ def test_a_worker_that_is_gone_is_told_at_once_to_who_asks_for_the_state(tmp_pat
         job.wait(PATIENCE_SECONDS)
     with pytest.raises(ConnectError):
         job.status()
+
+
+def test_a_worker_that_is_stopped_is_waited_for_no_longer_than_was_asked(tmp_path: Path) -> None:
+    patient = replace(SETTINGS, handshake_timeout_seconds=600.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def open_connection(timeout_seconds: float | None = None) -> Transport:
+            url = f"ws://127.0.0.1:{silent.getsockname()[1]}"
+            hello = jobs_hello()
+            return connect_websocket(url, TOKEN, hello, settings=patient, timeout_seconds=timeout_seconds)[0]
+
+        with pytest.raises(ConnectError):
+            Job("mine", [open_connection]).wait(0.1)
+
+
+@pytest.mark.parametrize("asked", ["wait", "status"])
+def test_an_answer_that_never_comes_is_waited_for_no_longer_either(asked: str, tmp_path: Path) -> None:
+    class Silent:
+        """A connection to a worker that was stopped after it was made."""
+
+        waited: list[float | None] = []
+
+        def send(self, message: object) -> None: ...
+
+        def recv(self, timeout: float | None = None) -> object:
+            self.waited.append(timeout)
+            raise TimeoutError
+
+        def close(self) -> None: ...
+
+    job = Job("mine", [lambda timeout_seconds=None: cast(Transport, Silent())])
+    with pytest.raises(ConnectError if asked == "wait" else SessionLostError):
+        job.wait(0.1) if asked == "wait" else JobLink(job._nodes[0]).order("status", {})
+    assert all(timeout is not None and (timeout < 5) == (asked == "wait") for timeout in Silent.waited)
 
 
 def test_a_job_of_several_nodes_is_as_good_as_its_worst_part(tmp_path: Path) -> None:
@@ -205,7 +243,12 @@ def test_the_output_of_a_job_that_prints_without_end_has_one_where_it_is_not_fol
             assert self.asked <= 3
             return {"offset": value["offset"], "more": True, "log_bytes": value["offset"] + 6}, b"x\n"
 
-    assert list(log_pieces(Printing(lambda: pytest.fail("nothing is opened")), "mine", 0, follow=False)) == [b"x\n"] * 3
+    assert (
+        list(
+            log_pieces(Printing(lambda timeout_seconds=None: pytest.fail("nothing is opened")), "mine", 0, follow=False)
+        )
+        == [b"x\n"] * 3
+    )
 
 
 def test_a_node_that_is_gone_keeps_no_other_from_being_cancelled_and_removed(tmp_path: Path) -> None:
@@ -226,7 +269,7 @@ def test_a_node_that_is_gone_keeps_no_other_from_being_cancelled_and_removed(tmp
 def test_a_job_is_removed_where_the_connection_breaks_meanwhile(
     tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_connection() -> Transport:
+    def open_connection(timeout_seconds: float | None = None) -> Transport:
         transport = opener(worker)()
         if not broken:
             broken.append(transport)
@@ -250,16 +293,16 @@ def test_a_job_is_removed_where_the_connection_breaks_meanwhile(
 
 
 def test_why_a_job_did_not_begin_on_all_nodes_is_told_though_the_others_are_gone_by_then(tmp_path: Path) -> None:
-    def refuse() -> Transport:
+    def refuse(timeout_seconds: float | None = None) -> Transport:
         raise ConfigurationError("no jobs here")
 
     with worker_with_jobs(tmp_path / "jobs") as (worker, _):
         connections = [opener(worker)]
 
-        def open_once() -> Transport:
+        def open_once(timeout_seconds: float | None = None) -> Transport:
             if not connections:
                 raise ConnectError("gone")
-            return connections.pop()()
+            return connections.pop()(timeout_seconds)
 
         (tmp_path / "a.py").write_text(LONG)
         script = script_of_target(tmp_path / "a.py", (), module=False, nproc_per_node=None, env=None)

@@ -84,7 +84,7 @@ def test_who_stops_following_leaves_no_thread_and_no_connection(places: list[Any
     opened: list[Transport] = []
 
     def counting(place: Any) -> Any:
-        def open_connection() -> Transport:
+        def open_connection(timeout_seconds: float | None = None) -> Transport:
             opened.append(place())
             return opened[-1]
 
@@ -120,7 +120,7 @@ def test_a_node_that_is_gone_ends_its_own_output_only(
     job = start(places, tmp_path, RANKS)
     job.wait(PATIENCE_SECONDS)
 
-    def gone() -> Transport:
+    def gone(timeout_seconds: float | None = None) -> Transport:
         raise ConfigurationError("the worker runs no jobs any more")
 
     lines = Job("mine", [places[0], gone, places[2]]).logs(follow=True)

@@ -56,7 +56,7 @@ def worker_with_jobs(
 def opener(listener: Listener, token: str = TOKEN) -> OpenConnection:
     """What opens connections for jobs to it."""
 
-    def open_connection() -> Transport:
+    def open_connection(timeout_seconds: float | None = None) -> Transport:
         return connect_websocket(f"ws://127.0.0.1:{listener.port}", token, jobs_hello())[0]
 
     return open_connection

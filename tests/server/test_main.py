@@ -126,7 +126,9 @@ def test_an_embedded_worker_leaves_no_folder_of_its_jobs(tmp_path: Path, monkeyp
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     with embedded() as (process, port):
-        with JobLink(lambda: connect_websocket(f"ws://127.0.0.1:{port}", TOKEN, jobs_hello())[0]) as link:
+        with JobLink(
+            lambda timeout_seconds=None: connect_websocket(f"ws://127.0.0.1:{port}", TOKEN, jobs_hello())[0]
+        ) as link:
             send_job(link, {"name": "mine", "kind": "script", "title": "t"}, payload_of(tmp_path, LONG))
         assert list((tmp_path / "temporary").iterdir()) != []
         assert process.stdin is not None
