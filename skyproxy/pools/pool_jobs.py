@@ -170,7 +170,7 @@ def _found_job(name: str, nodes: Sequence[Node]) -> Job:
     return Job(name, [opening for _, opening in sorted(parts, key=itemgetter(0))], trusted=is_trusted)
 
 
-def _open_nothing(name: str) -> NoReturn:
+def _open_nothing(name: str, timeout_seconds: float | None = None) -> NoReturn:
     raise UnknownJobError(f"a part of the job {name} is gone with its worker")
 
 
