@@ -26,6 +26,7 @@ EXCEPTIONS = {
     ("skyproxy/cli/connecting.py", "signal.signal"): "the command line's own process",
     ("skyproxy_server/__main__.py", "signal.signal"): "the worker's own process",
     ("skyproxy_server/functions/nursery_process.py", "signal.signal"): "a process of its own",
+    ("skyproxy_server/forked_processes.py", "signal.signal"): "a process that a function has forked",
     ("skyproxy_server/functions/isolated_process.py", "signal.signal"): "a function's own process",
     ("skyproxy_server/functions/isolated_process.py", "sys.path[:]"): "a function's own process",
     ("skyproxy_server/isolation/template.py", "signal.signal"): "a session's own process",
