@@ -377,6 +377,9 @@ ALLOWED = {
     ("skyproxy/pools/ranks.py", "import cloudpickle"),  # writes
     ("skyproxy/pools/relaying.py", "import pickle"),  # for buffers that are sent as they are
     ("skyproxy/runtime/lifecycle.py", "import pickle"),  # on a worker
+    ("skyproxy/runtime/child_processes.py", "import cloudpickle"),  # what processes of one function send each other
+    ("skyproxy/runtime/child_processes.py", "import cloudpickle.cloudpickle"),
+    ("skyproxy/runtime/sources.py", "import cloudpickle.cloudpickle"),  # says how code is written
     ("skyproxy/runtime/project_code.py", "import pickle"),  # on a worker
     ("skyproxy_server/functions/call.py", "import pickle"),
     ("skyproxy_server/functions/call.py", "Unpickler"),
