@@ -112,6 +112,9 @@ class WatchedIndices:
         keys = [_key(indices) for indices in parts[0]]
         if not set(keys).isdisjoint(written):
             raise RuntimeError("an operation cannot write to the indices of a sparse tensor that it reads")
+        if len(self._writes) + len(keys) > _MOST_STORAGES:  # all are looked at again
+            self._looked_at.clear()
+            self._writes.clear()
         state = [(key, self._writes.setdefault(key, 0)) for key in keys]
         if self._looked_at.get(tensor) != state:
             check_indices(tensor)
@@ -122,9 +125,6 @@ class WatchedIndices:
         for key in keys:
             if key in self._writes:
                 self._writes[key] += 1
-        if len(self._writes) > _MOST_STORAGES:
-            self._looked_at.clear()
-            self._writes.clear()
 
 
 def _key(tensor: Tensor) -> int:
