@@ -93,7 +93,7 @@ def numbers(session: SessionState, slot: int, others: list[int]) -> list[float |
     Nobody asked for the others yet: what is wrong with one of them is told when somebody does.
     """
     first, values = item(session, slot), session.values
-    if values.gates or values.not_replayed:
+    if values.gates.any_storage or values.not_replayed:
         return [first, *[None] * len(others)]
     return [first, *(_plain_number(values.slots.get(other)) for other in others)]
 

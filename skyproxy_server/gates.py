@@ -75,6 +75,11 @@ class Gates:
     def __bool__(self) -> bool:
         return bool(self.closed)
 
+    @property
+    def any_storage(self) -> bool:
+        """Whether a storage is not simply usable: indices are none of it, which matter to sparse tensors alone."""
+        return any(key != _INDICES for key in self.closed)
+
     def hold(self) -> None:
         """Have this count as true, so that the executor looks up after the command that runs now. For any thread."""
         self.closed[_NO_STORAGE] = []
@@ -173,7 +178,13 @@ class Gates:
                 del self.closed[key]
 
     def wait_until_usable(
-        self, reads: Iterable[object], writes: Iterable[object], *, sizes: bool = True, by_one_op: bool = False
+        self,
+        reads: Iterable[object],
+        writes: Iterable[object],
+        *,
+        sizes: bool = True,
+        by_one_op: bool = False,
+        follows_indices: bool = True,
     ) -> None:
         """Waits until these tensors may be used.
 
@@ -182,6 +193,7 @@ class Gates:
             writes: those of `reads` that will change.
             sizes: whether they must have the memory that they describe; for views and resizing they need not.
             by_one_op: whether it is one op that reads them and writes to them.
+            follows_indices: whether it may look up what the indices of sparse ones lead to.
 
         Raises:
             PoisonedError: a change of one of them failed and the client has not been told yet, or its bytes never came.
@@ -190,7 +202,9 @@ class Gates:
         """
         if self._indices is not None:
             reads, writes = list(reads), list(writes)
-            self._check_indices(self._indices, reads, writes, by_one_op)
+            if follows_indices:
+                self._check_indices(self._indices, reads, writes, by_one_op)
+            self._indices.note_writes(_keys(_tensors(writes)))
             if len(self.closed) == 1:
                 return
         if self._shrunk:
@@ -215,8 +229,6 @@ class Gates:
             written = set(_keys(dense)) if by_one_op else set()
             for tensor in sparse:
                 watched.check(tensor, written)
-        if writes:
-            watched.note_writes(_keys(_tensors(writes)))
 
     def wait_for_transfers(self) -> None:
         """Waits until all bytes have come and gone."""

@@ -20,7 +20,7 @@ from skyproxy.protocol.commands import Handler
 from skyproxy_server.allowed_ops import find_overload
 from skyproxy_server.argument_checks import check_constant, enumeration_of, only_none
 from skyproxy_server.op_functions import function_of
-from skyproxy_server.sparse_indices import may_share_indices
+from skyproxy_server.sparse_indices import may_follow_indices, may_share_indices
 
 _VIEWS = frozenset(
     f"aten::{name}"
@@ -62,6 +62,7 @@ class Signature:
         fills_outs: whether the op writes to `out=` arguments, which it may resize.
         warns: whether its kernel is heard each time: it has warned of something, or may resize an `out=` argument.
         shares_indices: whether the op may give a dense tensor in the memory of a sparse one's indices, or take one.
+        follows_indices: whether the op may look up what the indices of a sparse tensor lead to.
         is_forgotten: whether the client needs it no more.
     """
 
@@ -84,7 +85,8 @@ class Signature:
         schema = overload._schema
         self._on_cpu = on_cpu
         self.views = name.partition(".")[0] in _VIEWS
-        self.shares_indices = may_share_indices(schema.name.partition("::")[2])
+        packet = schema.name.partition("::")[2]
+        self.shares_indices, self.follows_indices = may_share_indices(packet), may_follow_indices(packet)
         self.hides_writes = name.partition(".")[0] == "aten::set_"  # the source's memory moves where it must grow
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
         self.reshapes = torch.Tag.inplace_view in overload.tags
@@ -144,6 +146,7 @@ class Signature:
         self.watch: OpWatch | None = None
         self.draws = self.views = self.warns = self.reshapes = self.fills_outs = False
         self.is_forgotten = self.hides_writes = self.shares_indices = False
+        self.follows_indices = True
         self._on_cpu = True
 
     def _refuse(self, error: UnsupportedOpError, positional: Any, keywords: Any, outputs: Any) -> None:

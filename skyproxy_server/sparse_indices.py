@@ -9,6 +9,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Tensor = torch.Tensor
 _MOST_STORAGES = 100_000
+_ACCESSORS = frozenset(
+    (
+        *("_indices", "indices", "crow_indices", "col_indices", "ccol_indices", "row_indices", "_values", "values"),
+        *("detach", "alias"),
+    )
+)
 _SHARING = frozenset(
     (
         *("_indices", "indices", "crow_indices", "col_indices", "ccol_indices", "row_indices"),
@@ -24,6 +30,15 @@ def may_share_indices(packet: str) -> bool:
         packet: the op's name without its namespace and its overload.
     """
     return packet in _SHARING or "sparse" in packet
+
+
+def may_follow_indices(packet: str) -> bool:
+    """Return whether an op may look up what the indices of a sparse tensor lead to, as all do but those of its parts.
+
+    Args:
+        packet: the op's name without its namespace and its overload.
+    """
+    return packet not in _ACCESSORS
 
 
 def parts_of(tensor: Tensor) -> tuple[tuple[Tensor, ...], Tensor] | None:
@@ -131,4 +146,4 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-__all__ = ["WatchedIndices", "check_indices", "may_share_indices", "parts_of", "with_own_indices"]
+__all__ = ["WatchedIndices", "check_indices", "may_follow_indices", "may_share_indices", "parts_of", "with_own_indices"]

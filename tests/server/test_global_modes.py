@@ -25,8 +25,9 @@ FLUSHING: Record = (("flush_denormal", True),)
 
 
 @pytest.fixture(autouse=True)
-def values(_settable_flags: None) -> Iterator[dict[str, Any]]:
-    """All modes of this process, which are the same after each test."""
+def values(_settable_flags: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """All modes of this process, which are the same after each test; no function of another test has run in it."""
+    monkeypatch.setattr(global_modes._Process, "own", None)
     before = values_in_force()
     yield before
     after = values_in_force()
@@ -181,18 +182,13 @@ def test_what_a_function_sets_during_a_batch_stays() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture
-def no_function_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_modes._Process, "own", None)
-
-
 def _leave(dtype: torch.dtype) -> None:
     note_function(begins=True)
     torch.set_default_dtype(dtype)
     note_function(begins=False)
 
 
-def test_what_a_function_has_left_is_there_for_the_next_function_and_for_no_batch(no_function_yet: None) -> None:
+def test_what_a_function_has_left_is_there_for_the_next_function_and_for_no_batch() -> None:
     _leave(torch.float64)
     for modes, expected in ((_modes(USUAL), torch.float32), (_modes(HALF), torch.bfloat16)):
         with modes:
@@ -206,7 +202,7 @@ def test_what_a_function_has_left_is_there_for_the_next_function_and_for_no_batc
     assert global_modes._Process.at_rest == USUAL
 
 
-def test_what_a_function_has_left_during_a_batch_is_found_by_no_later_one(no_function_yet: None) -> None:
+def test_what_a_function_has_left_during_a_batch_is_found_by_no_later_one() -> None:
     with _modes(HALF):
         _leave(torch.float64)
     assert torch.get_default_dtype() is torch.float64
