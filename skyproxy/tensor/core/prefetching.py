@@ -254,8 +254,11 @@ class SequentialReads:
         if self._unknown < self._patience:
             return False
         self._unknown = 0
-        self._names, self._places, self._tied, self._last = [], {}, set(), -2
+        before = self._names
+        self._names, self._places, self._tied = [], {}, set()
         self._look_through(tensors)
+        if self._names[: self._next] != before[: self._next]:
+            self._last = -2  # otherwise the loop goes on among tensors of which some are new, as gradients are
         found = id(handle) in self._places
         self._patience = 1 if found else min(4 * self._patience, _MOST_PATIENCE)
         return found

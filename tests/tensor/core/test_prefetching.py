@@ -169,6 +169,23 @@ def test_a_loop_over_what_a_module_has_comes_in_blocks(loop: str, sky1: str) -> 
         assert len(found) == len(expected) >= 90
 
 
+def test_a_loop_meets_some_new_tensors_among_known_ones_and_goes_on(sky1: str) -> None:
+    remote = model().to(sky1)
+    parameters = list(remote.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+
+    def read() -> list[torch.Tensor]:
+        return [p.grad.cpu() for p in parameters]  # type: ignore[union-attr]
+
+    trips = round_trips(read)
+    for parameter in parameters[50:]:
+        parameter.grad = torch.full_like(parameter, 2)
+    found: list[torch.Tensor] = []
+    assert round_trips(lambda: found.extend(read())) <= trips + 1
+    assert [value.flatten()[0].item() for value in found] == [1] * 50 + [2] * (len(parameters) - 50)
+
+
 def test_what_a_loop_over_parameters_changes_on_the_way_is_seen(sky: str) -> None:
     remote = model().to(sky)
     with torch.no_grad():
