@@ -150,13 +150,14 @@ class Requests:
         waiter = self.ask(command)
         return self.wait(waiter, purpose)
 
-    def ask(self, command: Callable[[int], tuple[object, ...]]) -> Waiter:
-        """Records a request and sends it; the answer can be waited for later."""
+    def ask(self, command: Callable[[int], tuple[object, ...]], *, send: bool = True) -> Waiter:
+        """Records a request; the answer can be waited for once it was sent, here or by who calls."""
         self.check()
         number, waiter = self._waiters.open()
         try:
             self.recorder.append(*command(number))
-            self.recorder.flush()
+            if send:
+                self.recorder.flush()
         except BaseException:
             self._waiters.abandon(number)
             raise
@@ -258,18 +259,25 @@ class Requests:
         """
         return self.fetched(self.start_fetch(slot, description), description)
 
-    def start_fetch(self, slot: int, description: Description) -> Waiter:
-        """Asks for the values of a slot without waiting; `fetched` gives them."""
+    def start_fetch(self, slot: int, description: Description, *, send: bool = True) -> Waiter:
+        """Asks for the values of a slot without waiting; `fetched` gives them, once the question was sent.
+
+        Args:
+            slot: whose values.
+            description: what the slot holds.
+            send: whether to send what was recorded; who asks for many at once sends when all are recorded.
+        """
         count = torch_codec.byte_count(description)
         if count <= self.settings.max_inline_bytes:
-            return self.ask(lambda number: (commands.FETCH, number, slot, 0))
+            return self.ask(lambda number: (commands.FETCH, number, slot, 0), send=send)
         target = torch_codec.empty_packed(description)
         self.check()
         number, waiter = self._waiters.open(keep_alive=target)
         self._downloads.open(number, target)
         try:
             self.recorder.append(commands.FETCH, number, slot, number)
-            self.recorder.flush()
+            if send:
+                self.recorder.flush()
         except BaseException:
             self._waiters.abandon(number)
             raise

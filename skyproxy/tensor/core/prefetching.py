@@ -142,11 +142,18 @@ class ReadingAhead:
             if key != first:
                 keys.append(key)
         self._block_size = len(keys)
+        # What is interrupted before all was sent is asked for anew: nobody waits for an answer whose question stayed.
+        asked: dict[int, _Asked] = {}
+        sessions: set[Session] = set()
         for key in keys:
             handle = self._queue.pop(key)
             session = handle.device.session
-            waiter = session.start_fetch(handle.slot, handle.meta.description)
-            self._asked[key] = _Asked(handle, waiter, _moment(session), key == first)
+            waiter = session.start_fetch(handle.slot, handle.meta.description, send=False)
+            asked[key] = _Asked(handle, waiter, _moment(session), key == first)
+            sessions.add(session)
+        for session in sessions:
+            session.recorder.flush()
+        self._asked.update(asked)
 
 
 class _Tensors(Protocol):
@@ -274,7 +281,7 @@ class SequentialReads:
 
     def _add_some(self, tensors: _Tensors, ahead: ReadingAhead) -> None:
         window = min(self._taken, _BLOCK_ITEMS)
-        if self._next - self._last - 1 > window // 2:
+        if self._next == len(self._names) or self._next - self._last - 1 > window // 2:
             return
         room = self._taken_bytes
         for place in range(self._last, min(self._last + window + 1, len(self._names))):

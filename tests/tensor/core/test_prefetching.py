@@ -246,6 +246,15 @@ def test_a_loop_over_very_many_small_tensors_waits_a_few_times(sky1: str) -> Non
     assert [v[0].item() for v in found.values()] == list(range(2000))
 
 
+def test_a_block_is_asked_for_in_one_batch(sky: str) -> None:
+    state = model().to(sky).state_dict()
+    before = torch.sky.stats()  # type: ignore[attr-defined]
+    copies = [tensor.cpu() for tensor in state.values()]
+    after = torch.sky.stats()  # type: ignore[attr-defined]
+    assert len(copies) > 200
+    assert after["batches"] - before["batches"] <= after["round_trips"] - before["round_trips"] + 1
+
+
 def test_what_a_loop_changes_on_the_way_is_seen(sky: str) -> None:
     remote = model().to(sky)
     state = remote.state_dict()
