@@ -175,7 +175,9 @@ time.sleep(600)
 
 def job_of(process: subprocess.Popen[str]) -> Job:
     port = int(line_with(process, r"listening on .* port (\d+)")[1])
-    return Job("spot", [lambda: connect_websocket(f"ws://127.0.0.1:{port}", TOKEN, jobs_hello())[0]])
+    return Job(
+        "spot", [lambda timeout_seconds=None: connect_websocket(f"ws://127.0.0.1:{port}", TOKEN, jobs_hello())[0]]
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
