@@ -262,6 +262,18 @@ def _embedding(given: dict[str, Any]) -> None:
     given["indices"] = clamp_indices(indices, rows)
 
 
+@_checks("gather_backward", "_gather_sparse_backward")
+def _gathered(given: dict[str, Any]) -> None:
+    tensor, dim, index = given["self"], given["dim"], given["index"]
+    if not given.get("sparse_grad", True) or tensor.dim() == 0:
+        return
+    require(-tensor.dim() <= dim < tensor.dim(), f"there is no dimension {dim}")
+    require(index.dim() == tensor.dim() and given["grad"].shape == index.shape, "gradients match their indices")
+    sizes = enumerate(zip(index.shape, tensor.shape, strict=True))
+    require(all(few <= size for at, (few, size) in sizes if at != dim % tensor.dim()), "indices reach beyond the sizes")
+    given["index"] = clamp_indices(index, tensor.shape[dim])
+
+
 @_checks("_cholesky_solve_helper")
 def _solutions(given: dict[str, Any]) -> None:
     tensor, factor = given["self"], given["A"]

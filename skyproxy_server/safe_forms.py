@@ -318,8 +318,11 @@ def _fft(given: dict[str, Any]) -> None:
     require(copies or len(set(dims)) == len(dims) > 0, "an FFT names each of its dimensions once")
     require(all(0 <= d < tensor.dim() for d in dims), f"an FFT over {dims} of {tensor.dim()} dimensions")
     if "last_dim_size" in given:
-        size = given["last_dim_size"]
-        require(size >= 1 and tensor.shape[dims[-1]] >= size // 2 + 1, f"{size} numbers cannot come from so few")
+        size, given_size = given["last_dim_size"], tensor.shape[dims[-1]]
+        require(size >= 1 and given_size >= size // 2 + 1, f"{size} numbers cannot come from so few")
+        # The kernel takes the larger one for the size of the signal, and writes so many numbers.
+        fits = given_size in (size, size // 2 + 1) or tensor.device.type != "cpu"
+        require(fits, f"{size} numbers come from {size // 2 + 1}, not from {given_size}")
 
 
 @_checks(

@@ -19,6 +19,8 @@ FLOATS, SIX = torch.ones, torch.ones(6)
 COMPOSITES = {
     "embedding_backward",
     "embedding_sparse_backward",
+    "gather_backward",
+    "_gather_sparse_backward",
     "histogramdd",
     "thnn_conv2d",
     "fused_moving_avg_obs_fake_quant",
