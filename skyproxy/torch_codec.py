@@ -47,6 +47,19 @@ FORBIDDEN_OPS = frozenset(
         "aten::set_data",
     }
 )
+CHANGES_UNSAID = frozenset(
+    {
+        "aten::batch_norm",
+        "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts",
+        "aten::batch_norm_update_stats",
+        "aten::cudnn_batch_norm",
+        "aten::instance_norm",
+        "aten::miopen_batch_norm",
+        "aten::native_batch_norm",
+    }
+)
+"""Ops that change running statistics without a word of it in their schemas."""
 
 
 _SHAPING_TYPES = frozenset({"int", "SymInt", "List[int]", "List[SymInt]", "List[float]"})

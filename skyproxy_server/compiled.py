@@ -195,7 +195,8 @@ class CompiledGraph:
         numbers.add_op(overload)
         self.shares_indices = self.shares_indices or may_share_indices(schema.name.partition("::")[2])
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in overload.tags
-        self.writes = self.writes or any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+        self.writes = self.writes or writes or schema.name in torch_codec.CHANGES_UNSAID
         traced = CPU_OVERRIDES.get(name, overload) if on_cpu else overload
         name = compiled_name(name)
         checked = function_of(name, overload, on_cpu=on_cpu) if is_checked(name, overload) else None

@@ -116,7 +116,7 @@ class Executor:
         """Return whether there is room now for the op at `position`, which found none and has changed nothing."""
         at = commands.op_at(stream, position)
         signature = self._ops.signatures.get(stream[at])
-        unchanged = signature is not None and not signature.draws and not signature.written_slots(stream, at)
+        unchanged = signature is not None and not signature.draws and not signature.changes_inputs
         return unchanged and self.make_room()
 
     def _after_failure(self, stream: list[object], position: int, error: Exception) -> int:

@@ -83,7 +83,10 @@ def adopt_results(session: SessionState, call: str, number: int, slots: list[int
         failed = session.reports.silent_failure(RuntimeError(text))
         session.values.slots.update((slot, failed) for slot in slots if slot)
         return
-    session.values.slots.update((slot, tensor) for slot, tensor in zip(slots, kept, strict=True) if slot)
+    for slot, tensor in zip(slots, kept, strict=True):
+        if slot:
+            session.values.gates.note_memory(tensor)
+            session.values.slots[slot] = tensor
 
 
 def forget_call(session: SessionState, call: str) -> None:

@@ -78,7 +78,7 @@ class Gates:
     @property
     def any_storage(self) -> bool:
         """Whether a storage is not simply usable: indices are none of it, which matter to sparse tensors alone."""
-        return any(key != _INDICES for key in self.closed)
+        return len(self.closed) > (self._indices is not None)  # other threads may close one meanwhile
 
     def hold(self) -> None:
         """Have this count as true, so that the executor looks up after the command that runs now. For any thread."""
@@ -200,17 +200,22 @@ class Gates:
             RuntimeError: the storage of one of them was made too small for it, or the indices of a sparse one lead
                 outside of it.
         """
+        reads, writes = list(reads), list(writes)
+        if self.any_storage:
+            self._wait_for_storages(reads, writes, sizes=sizes, follows_indices=follows_indices)
+        # Last: bytes that arrive may be indices, and memory that was taken away is none to look at.
         if self._indices is not None:
-            reads, writes = list(reads), list(writes)
             if follows_indices:
                 self._check_indices(self._indices, reads, writes, by_one_op)
             self._indices.note_writes(_keys(_tensors(writes)))
-            if len(self.closed) == 1:
-                return
+
+    def _wait_for_storages(
+        self, reads: list[object], writes: list[object], *, sizes: bool, follows_indices: bool
+    ) -> None:
         if self._shrunk:
-            reads = list(reads)
-            # A list is of no use to a view, and its parts are read for the text of the error.
-            self.check_size(reads if sizes else [value for value in reads if isinstance(value, list | tuple)])
+            # A list is of no use to a view, and its parts are read for the text of the error. Of a sparse tensor,
+            # a view is a computation.
+            self.check_size([value for value in reads if sizes or not _is_only_viewed(value, follows_indices)])
         written = set(_keys(writes))
         for key in _keys(reads):
             for gate in list(self.closed.get(key, ())):
@@ -225,8 +230,8 @@ class Gates:
     ) -> None:
         sparse = [tensor for tensor in _tensors(reads) if tensor.layout is not torch.strided]
         if sparse:
-            dense = [tensor for tensor in _tensors(writes) if tensor.layout is torch.strided]
-            written = set(_keys(dense)) if by_one_op else set()
+            # What writes to a sparse tensor writes to its values.
+            written = {key for tensor in _tensors(writes) for key in _keys(_parts(tensor)[-1:])} if by_one_op else set()
             for tensor in sparse:
                 watched.check(tensor, written)
 
@@ -346,6 +351,13 @@ def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+def _is_only_viewed(value: object, follows_indices: bool) -> bool:
+    """Return whether an op that looks at no values of dense tensors looks at none of this one."""
+    if isinstance(value, torch.Tensor):
+        return value.layout is torch.strided or not follows_indices
+    return not isinstance(value, list | tuple)
 
 
 def _check_size(tensor: torch.Tensor) -> None:

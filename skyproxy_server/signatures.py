@@ -58,7 +58,7 @@ class Signature:
         watch: what is done beyond running it; None as long as there is nothing.
         views: whether the op looks at no values: its result is another view of the same memory.
         reshapes: whether the op changes in place what a tensor looks like, and none of its values.
-        hides_writes: whether the op may move the memory of any of its inputs, whatever its schema says.
+        hides_writes: whether the op may change any of its inputs or move its memory, whatever its schema says.
         fills_outs: whether the op writes to `out=` arguments, which it may resize.
         warns: whether its kernel is heard each time: it has warned of something, or may resize an `out=` argument.
         shares_indices: whether the op may give a dense tensor in the memory of a sparse one's indices, or take one.
@@ -87,7 +87,8 @@ class Signature:
         self.views = name.partition(".")[0] in _VIEWS
         packet = schema.name.partition("::")[2]
         self.shares_indices, self.follows_indices = may_share_indices(packet), may_follow_indices(packet)
-        self.hides_writes = name.partition(".")[0] == "aten::set_"  # the source's memory moves where it must grow
+        # The source's memory moves where it must grow.
+        self.hides_writes = packet == "set_" or schema.name in torch_codec.CHANGES_UNSAID
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
         self.reshapes = torch.Tag.inplace_view in overload.tags
         self.fills_outs = self.warns = any(argument.is_out for argument in schema.arguments)

@@ -339,6 +339,7 @@ class _Restoration:
         return torch._neg_view(tensor) if flag(d.negative, "a negative bit") else tensor
 
     def _sparse(self, layout: object, dtype: object, size: object, parts: Row, is_sorted: object) -> torch.Tensor:
+        self._state.values.gates.watch_indices()  # a dense tensor may lie in the same memory
         kind, sizes = LAYOUTS[text(layout, "a layout", 40)], whole_numbers(size, "a size")
         if not all(isinstance(part, torch.Tensor) for part in parts) or len(sizes) > MAX_DIMENSIONS:
             raise refuse("a sparse tensor has no tensors as its parts")

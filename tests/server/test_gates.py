@@ -45,6 +45,19 @@ def test_a_failed_change_is_raised_until_it_was_delivered_through_any_view() -> 
     gates.wait_until_usable([x], [])
 
 
+def test_indices_are_looked_at_once_their_bytes_have_come() -> None:
+    gates, indices = Gates(), torch.zeros(1, 2, dtype=torch.int64)
+    sparse = torch.sparse_coo_tensor(indices, torch.ones(2), (3,))
+    gates.watch_indices()
+
+    def land() -> None:
+        indices.fill_(7)
+
+    gates.close(indices, Gate(None, lambda: True, land))
+    with pytest.raises(RuntimeError, match="found index 7"):
+        gates.wait_until_usable([sparse], [])
+
+
 _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "coo": lambda x: x.to_sparse(),
     "csr": lambda x: x.to_sparse_csr(),

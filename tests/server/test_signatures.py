@@ -144,3 +144,15 @@ def test_what_the_client_counts_is_what_the_worker_reads() -> None:
     for name, positional, keywords, outputs in (definition, in_place, parts):
         signature = Signature([name, positional, keywords, outputs], on_cpu=True)
         assert signature.width == commands.operand_count([*positional, *keywords.values(), *outputs])
+
+
+@pytest.mark.parametrize("name", ["native_batch_norm", "batch_norm_update_stats", "batch_norm", "instance_norm"])
+def test_ops_that_write_without_saying_so_may_have_written_to_all_that_they_read(name: str) -> None:
+    overload = getattr(torch.ops.aten, name).default
+    kinds = ["t" if "Tensor" in str(argument.type) else "v" for argument in overload._schema.arguments]
+    outputs = ["n"] * len(overload._schema.returns)
+    signature = Signature([f"aten::{name}", kinds, {}, outputs], on_cpu=True)
+    stream = [FIRST, *range(1, len(kinds) + 1), *outputs]
+    assert signature.written_slots(stream, 0) == []
+    assert signature.changed_slots(stream, 0) == signature.input_slots(stream, 0) != []
+    assert signature.changes_inputs

@@ -126,6 +126,61 @@ def test_no_compiled_graph_writes_to_indices_of_what_it_is_given(session: Sessio
     assert "cannot write to the indices" in session.error(4)
 
 
+def test_what_writes_without_saying_so_in_its_schema_has_indices_looked_at_again(session: Session) -> None:
+    indices = torch.zeros(2, 4, dtype=torch.int64)
+    numbers = torch.arange(4.0, dtype=torch.float64)[:, None].expand(4, 8)
+    session.slots.update({10: indices, 11: torch.ones(4), 12: indices.view(torch.float64).view(8), 13: numbers})
+    session.slots[14] = torch.ones(8, dtype=torch.float64)
+    session.run(COO, 10, 11, [3, 3], 3, DENSE, 3, 4)
+    number = FIRST + len(OPS)
+    norm = ["aten::native_batch_norm", [*"tttttvvv"], {}, ["n", "n", "n"]]
+    session.run(commands.DEFINE, number, norm, number, 13, 14, 14, 12, 14, True, 1.0, 1e-5, 20, 21, 22, DENSE, 3, 4)
+    assert "size is inconsistent with indices" in session.error(4)
+
+
+def test_no_compiled_graph_does_so(session: Session) -> None:
+    wide, constants = [["node", 1], ["node", 2], ["node", 2], ["node", 1], ["node", 2]], [["", True], ["", 1.0]]
+    norm = ["aten::native_batch_norm", [*wide, *constants, ["", 1e-5]], {}]
+    fields = {"nodes": [norm, ["aten::_to_dense", [["node", 0]], {}]], "outputs": [4], "options": {"worker": "eager"}}
+    number = FIRST + len(OPS)
+    session.slots[1] = torch.zeros(1, 2, dtype=torch.int64)
+    session.slots.update({10: session.slots[1].view(torch.float64), 11: torch.ones(2, dtype=torch.float64)})  # type: ignore[attr-defined]
+    session.run(COO, 1, 2, [3], 3, commands.DEFINE, number, [commands.COMPILED, [*"ttt"], fields, ["n"]])
+    session.run(number, 3, 10, 11, 4)
+    assert "cannot write to the indices" in session.error(4)
+
+
+def test_values_in_the_memory_of_the_indices_cannot_be_written_to(session: Session) -> None:
+    memory = torch.zeros(1, 2, dtype=torch.int64)
+    session.slots.update({10: memory, 11: memory[0]})
+    number = FIRST + len(OPS)
+    scale = ["aten::mul_.Scalar", ["t", "v"], {}, [commands.IGNORED]]
+    session.run(COO, 10, 11, [3], 3, commands.DEFINE, number, scale, number, 3, 2, DENSE, 3, 4)
+    assert "cannot write to the indices" in session.error(4)
+    nodes = [
+        ["aten::_values", [["node", 0]], {}],
+        ["aten::add_.Scalar", [["node", 1], ["", 1 << 40]], {}],
+        ["aten::_to_dense", [["node", 0]], {}],
+    ]
+    fields = {"nodes": nodes, "outputs": [3], "options": {"worker": "eager"}}
+    session.slots[5] = torch.sparse_coo_tensor(memory, memory[0], (3,))
+    definition = [commands.COMPILED, ["t"], fields, ["n"]]
+    session.run(commands.DEFINE, number + 1, definition, number + 1, 5, 6)
+    assert "cannot write to the indices" in session.error(6)
+    assert memory.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("op", ["aten::_to_dense", "aten::transpose.int", "aten::_coalesced"])
+@pytest.mark.parametrize("part", ["indices", "values"])
+def test_parts_whose_memory_was_taken_away_are_not_looked_at(part: str, op: str, session: Session) -> None:
+    session.slots.update({10: torch.zeros(2, 1 << 16, dtype=torch.int64), 11: torch.ones(1 << 16)})
+    number = FIRST + len(OPS)
+    operands: list[Any] = {"aten::_to_dense": [], "aten::transpose.int": [0, 1], "aten::_coalesced": [True]}[op]
+    session.run(COO, 10, 11, [3, 3], 3, commands.DO, "resize_storage", [10 if part == "indices" else 11, 0])
+    session.run(commands.DEFINE, number, [op, ["t", *"v" * len(operands)], {}, ["n"]], number, 3, *operands, 4)
+    assert "this tensor's storage was resized to 0 bytes" in session.error(4)
+
+
 def test_sessions_without_sparse_tensors_are_as_quick_as_before() -> None:
     session = Session()
     session.run(commands.DEFINE, FIRST, OPS[-1])

@@ -12,7 +12,7 @@ from skyproxy.tensor.dispatch import tried_ops
 from skyproxy.tensor.shapes.on_cuda import CUDA_RULES
 from skyproxy.tensor.shapes.rules import Rule
 from skyproxy.tensor.shapes.sparse import RULES
-from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, bare_type, shapes_results
+from skyproxy.torch_codec import ALLOWED_NAMESPACES, CHANGES_UNSAID, FORBIDDEN_OPS, bare_type, shapes_results
 
 # How an argument travels, and what of it counts for the shape of the result.
 TENSOR = 0
@@ -79,17 +79,6 @@ are divided here, because some of them look at devices, values or flags that onl
 _PRODUCTS = "addbmm addmm addmv baddbmm bmm convolution dot linear matmul mm mv vdot"
 _OF_ONE_DTYPE = frozenset("aten::" + name for name in _PRODUCTS.split())
 """Ops whose kernels refuse operands of several dtypes, which PyTorch's kernels without values let pass."""
-CHANGES_UNSAID = frozenset(
-    {
-        "aten::batch_norm_gather_stats",
-        "aten::batch_norm_gather_stats_with_counts",
-        "aten::batch_norm_update_stats",
-        "aten::cudnn_batch_norm",
-        "aten::miopen_batch_norm",
-        "aten::native_batch_norm",
-    }
-)
-"""Ops that change running statistics without a word of it in their schemas."""
 _NOT_WAITED_FOR = frozenset({"aten::_assert_async"})
 _FAKED_WRONGLY = frozenset(
     {

@@ -132,6 +132,17 @@ def test_sparse_tensors_come_back(session: Session, tmp_path: Path) -> None:
         assert other.slots[1].to_dense().count_nonzero() == 0
 
 
+def test_indices_that_share_memory_with_a_dense_tensor_are_looked_at_after_a_restore(
+    session: Session, tmp_path: Path
+) -> None:
+    indices = torch.zeros(1, 2, dtype=torch.int64)
+    session.put(s1=indices, s2=torch.sparse_coo_tensor(indices, torch.ones(2), (3,)))
+    with restored(session, tmp_path) as other:
+        other.slots[1].fill_(7)
+        other.run(FETCH, 5, 2, 0)
+        assert isinstance(other.sent[-1], Failure)
+
+
 def test_a_storage_that_was_made_too_small_is_not_read(session: Session, tmp_path: Path) -> None:
     session.put(s1=torch.ones(100))
     session.run(DO, "resize_storage", [1, 0])
