@@ -9,6 +9,7 @@ import io
 import pickle
 import sys
 import types
+import typing
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from skyproxy.payloads.exceptions import reduce_exception
 from skyproxy.payloads.projects import project_by_value, reduce_decorated
 from skyproxy.payloads.tensors import Refer, Row, TensorReader, TensorTable
 from skyproxy.protocol.messages import Buffer
+from skyproxy.runtime.sent_classes import complete, find_stand_in, reduce_type_parameter
 from skyproxy.runtime.sources import SourceTable
 
 PICKLE = "pickle"
@@ -45,7 +47,7 @@ class Pickled:
         by_value: the name of a function that travels as code, if any does.
         keep: what owns the memory of the pieces.
         not_plain: what of it is not plain data, where plain data was asked for.
-    is_simple: whether it is a pickle that `unpickle_simple` reads.
+        is_simple: whether it is a pickle that `unpickle_simple` reads.
         form: `PICKLE`, or `PLAIN` for what `skyproxy.payloads.plain` has written.
     """
 
@@ -140,7 +142,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduced
         reduced = super().reducer_override(obj)
         if isinstance(obj, type):
-            _keep_qualname(obj, reduced)
+            reduced = complete(obj, reduced)
         if reduced is not NotImplemented and not self._by_value and isinstance(obj, types.FunctionType):
             self._by_value = obj.__qualname__
         return reduced
@@ -187,19 +189,12 @@ def _reduce_weak_mapping(
     return type(mapping), (dict(mapping),)
 
 
-def _keep_qualname(kind: type, reduced: Any) -> None:
-    """Have a class that travels as code keep the name of the class that it stands in, which cloudpickle leaves out."""
-    if isinstance(reduced, tuple) and "." in kind.__qualname__ and "<locals>" not in kind.__qualname__:
-        attributes = reduced[2][0] if len(reduced) > 2 and isinstance(reduced[2], tuple) else None
-        if isinstance(attributes, dict):
-            attributes["__qualname__"] = kind.__qualname__
-
-
 _SPECIAL: dict[type, Callable[[Any], object]] = {
     functools.cached_property: _reduce_cached_property,
     functools._lru_cache_wrapper: _reduce_cached_function,
     weakref.WeakKeyDictionary: _reduce_weak_mapping,  # `functools.singledispatch` has one
     weakref.WeakValueDictionary: _reduce_weak_mapping,
+    **dict.fromkeys((typing.ParamSpec, typing.TypeVarTuple, typing.NewType), reduce_type_parameter),
 }
 """Types that neither pickle nor cloudpickle can write, though they are made of what they can."""
 
@@ -279,6 +274,9 @@ class Unpickler(pickle.Unpickler):
             Exception: a module or a class is missing here, or whatever the object's own code raises.
         """
         return self.load()
+
+    def find_class(self, module: str, name: str) -> Any:
+        return find_stand_in(module, name) or super().find_class(module, name)
 
     def persistent_load(self, name: Any) -> object:
         if name[0] == "device":

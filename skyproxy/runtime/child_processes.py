@@ -8,6 +8,7 @@ they travel as code there, as they came from the program.
 from __future__ import annotations
 
 import io
+import pickle
 import threading
 import types
 from multiprocessing.reduction import ForkingPickler
@@ -17,6 +18,7 @@ import cloudpickle
 import cloudpickle.cloudpickle as _cloudpickle
 
 from skyproxy import patching
+from skyproxy.runtime.sent_classes import complete, find_stand_in, name_in_main
 from skyproxy.runtime.sources import SourceTable
 
 _installing = threading.Lock()
@@ -30,11 +32,18 @@ class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: object) -> Any:
         if type(obj) is types.CodeType:
             return self._sources.reduce(obj, with_lines=True)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        return complete(obj, reduced) if isinstance(obj, type) else reduced
+
+
+class _CodeUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return find_stand_in(module, name) or super().find_class(module, name)
 
 
 def install() -> None:
-    """Have the processes that this one starts get what they could not find by its name. Idempotent."""
+    """Have `pickle` find what came of the program by name, and processes that this one starts get it. Idempotent."""
+    name_in_main()
     with _installing:
         if "reducer_override" not in vars(ForkingPickler):
             patching.add(
@@ -61,7 +70,7 @@ def _reduce(pickler: ForkingPickler, obj: object) -> Any:
 def load(content: bytes) -> Any:
     """Make a function or class that another process of this function sent; what it sends back travels so, too."""
     install()
-    return cloudpickle.loads(content)
+    return _CodeUnpickler(io.BytesIO(content)).load()
 
 
 __all__ = ["install", "load"]

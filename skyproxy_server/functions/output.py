@@ -153,7 +153,9 @@ def _wrap_thread_start(plain: Any) -> Any:
 
             def run_as_function() -> None:
                 use_streams()
-                context.run(run)
+                for variable, value in context.items():  # not by `context.run`: an error of the thread is told after it
+                    variable.set(value)
+                run()
 
             self.run = run_as_function  # type: ignore[method-assign]
         plain(self)

@@ -24,6 +24,7 @@ from skyproxy.errors import ProtocolError
 from skyproxy.payloads.pickling import Unpickler
 from skyproxy.payloads.tensors import Row
 from skyproxy.runtime.project_code import PROJECT_CODE
+from skyproxy.runtime.sent_classes import MAIN, share_globals
 
 _NO_TABLES: dict[str, object] = {"tensors": [], "bases": []}
 _FILE = ("__name__", "__file__")
@@ -129,6 +130,9 @@ class SharedGlobals:
         """Share them from now on, but for those of code that has no name: nobody could tell two of these apart."""
         shared = {file: space for file, space in spaces.items() if file[0] is not None}
         self._current.update(shared)
+        for file, space in shared.items():
+            if file[0] == MAIN:
+                share_globals(file, space)
         return shared
 
     def _matching(self, file: File, sent: dict[File, dict[str, Digest]]) -> Namespace:

@@ -122,6 +122,18 @@ def test_each_call_has_its_own_output_threads_included(node: skyproxy.Node) -> N
         assert output.text("stdout") == f"call {number}\nthread of {number}\npool of {number}\n"
 
 
+def test_the_error_of_a_thread_is_shown_to_its_caller(node: skyproxy.Node) -> None:
+    def fail_in_a_thread() -> None:
+        thread = threading.Thread(target=int, args=("no number",), name="counter")
+        thread.start()
+        thread.join()
+
+    output = Collected()
+    node.submit(fail_in_a_thread, on_output=output).result(60)
+    assert "Exception in thread counter" in output.text("stderr")
+    assert "ValueError: invalid literal" in output.text("stderr")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_a_forked_child_does_not_write_on_the_connection(node: skyproxy.Node) -> None:
     def fork() -> int:

@@ -379,6 +379,8 @@ ALLOWED = {
     ("skyproxy/runtime/lifecycle.py", "import pickle"),  # on a worker
     ("skyproxy/runtime/child_processes.py", "import cloudpickle"),  # what processes of one function send each other
     ("skyproxy/runtime/child_processes.py", "import cloudpickle.cloudpickle"),
+    ("skyproxy/runtime/child_processes.py", "import pickle"),
+    ("skyproxy/runtime/sent_classes.py", "import cloudpickle.cloudpickle"),  # what makes classes, for those who read
     ("skyproxy/runtime/sources.py", "import cloudpickle.cloudpickle"),  # says how code is written
     ("skyproxy/runtime/project_code.py", "import pickle"),  # on a worker
     ("skyproxy_server/functions/call.py", "import pickle"),
