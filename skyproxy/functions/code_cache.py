@@ -80,7 +80,7 @@ def _look_at(function: types.FunctionType, parts: list[object], seen: set[int]) 
         except ValueError:  # not bound yet
             parts.append(_MISSING)
     own = function.__globals__
-    for name in _names(code):
+    for name in names_of(code):
         _look_into(own.get(name, _MISSING), parts, seen)
 
 
@@ -134,12 +134,12 @@ def _count(number: int) -> object:
 
 
 @functools.lru_cache(4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code may look up in its globals, those of functions within it included."""
+def names_of(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code may look up in its globals, those of functions within it included."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(_names(constant)))
+            names.update(dict.fromkeys(names_of(constant)))
     return tuple(names)
 
 

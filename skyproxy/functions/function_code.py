@@ -45,7 +45,7 @@ class FunctionCode:
         Raises:
             Exception: as `Pickler.pickle`.
         """
-        inner = _unwrap(fn)
+        inner = unwrapped(fn)
         if not isinstance(inner, types.FunctionType) or is_installed(inner):
             return None
         parts = code_cache.look(inner, _wrappers(fn))
@@ -90,8 +90,8 @@ class Digests:
         self._known.pop(digest, None)
 
 
-def _unwrap(fn: Any) -> object:
-    """The function in a pool's wrappers, which have no state."""
+def unwrapped(fn: Any) -> object:
+    """Return the function in a pool's wrappers, which have no state."""
     for _ in range(_MAX_WRAPPERS):
         if not getattr(type(fn), "wraps_function", False):
             break

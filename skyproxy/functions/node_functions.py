@@ -101,10 +101,10 @@ class NodeFunctions:
         return self._runner.submit(payload, **options)
 
     @overload
-    def run(self, fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def run(self, fn: Callable[P, Coroutine[object, object, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     @overload
-    def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
-    def run(self, fn: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def run(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> object:
         """Runs a function on the worker and waits for what it returns; tensors in that stay there. See `submit`.
 
         Ctrl-C cancels the call, returns at once and leaves the node usable.
@@ -124,10 +124,12 @@ class NodeFunctions:
             raise
 
     @overload
-    async def execute(self, fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    async def execute(
+        self, fn: Callable[P, Coroutine[object, object, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
     @overload
-    async def execute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
-    async def execute(self, fn: Callable[..., object], *args: object, **kwargs: object) -> object:
+    async def execute(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    async def execute(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> object:
         """`run` without blocking the event loop; cancelling the task cancels the call.
 
         Example:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import types
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from skyproxy.errors import ConfigurationError, VersionMismatchError
-from skyproxy.functions.function_code import FunctionCode
+from skyproxy.functions import code_cache
+from skyproxy.functions.function_code import FunctionCode, unwrapped
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.pickling import Pickled, Pickler, pickle_simple
 from skyproxy.payloads.pieces import flat_size
+from skyproxy.payloads.unpicklable import first_unpicklable
 from skyproxy.protocol.messages import Buffer
 from skyproxy.runtime.call_groups import is_simple
 from skyproxy.session.session import Session
@@ -22,6 +25,7 @@ _SMALL_BYTES = 64 << 10
 LARGE_BYTES = 1 << 20
 _MAX_CALLS = 64
 """Of a group."""
+_UNBOUND = types.CellType()
 
 
 class Payload:
@@ -96,8 +100,10 @@ class Payload:
         except (TypeError, AttributeError, pickle.PicklingError, ValueError, RecursionError) as error:
             if raised_by_handler(error):
                 raise
+            place = first_unpicklable(_parts(fn, args, kwargs or {}), lambda value: make_pickler().pickle(value))
+            what = str(error).rstrip(".") + (f", in {place}" if place else "")
             raise ConfigurationError(
-                f"{name} cannot be sent to a worker: {error}. Its arguments and what it refers to must be picklable; "
+                f"{name} cannot be sent to a worker: {what}. Its arguments and what it refers to must be picklable; "
                 "open files, locks and the like are made inside the function instead."
             ) from error
         return cls(name, pickled, sessions[0] if sessions else None, code)
@@ -162,3 +168,16 @@ def _is_simple(argument: object) -> bool:
     return is_simple(argument) or (
         type(argument) is list and len(argument) <= _MAX_CALLS and all(map(is_simple, argument))
     )
+
+
+def _parts(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """Return what is sent of a call, by what people call it: its arguments, and what its function refers to."""
+    parts = {f"argument {number}": value for number, value in enumerate(args, 1)}
+    parts |= {f"the argument {name}": value for name, value in kwargs.items()}
+    inner = unwrapped(fn)
+    if isinstance(inner, types.FunctionType):
+        bound = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+        parts |= {f"the outer function's {name}": cell.cell_contents for name, cell in bound if cell != _UNBOUND}
+        names = code_cache.names_of(inner.__code__)
+        parts |= {f"the global {name}": inner.__globals__[name] for name in names if name in inner.__globals__}
+    return parts

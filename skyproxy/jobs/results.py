@@ -26,6 +26,7 @@ from skyproxy.payloads.plain_reading import from_plain
 from skyproxy.payloads.plain_writing import to_plain
 from skyproxy.payloads.rebuilding import UnknownClassError
 from skyproxy.payloads.tensors import Row, memory_for
+from skyproxy.payloads.unpicklable import first_unpicklable
 
 Tables = dict[str, Any]
 """The tables that travel beside the pieces of a payload."""
@@ -38,9 +39,17 @@ def write_result(folder: Path, value: object, *, plain: bool) -> None:
     """Write what a function returned; tensors by value.
 
     Raises:
-        Exception: something in it cannot be pickled.
+        TypeError: something in it cannot be pickled.
     """
-    _write(folder, {"kind": "result"}, _pickle(value, plain=plain))
+    try:
+        pickled = _pickle(value, plain=plain)
+    except Exception as error:  # whatever its class raised
+        place = first_unpicklable({"result": value}, lambda part: _pickle(part, plain=plain))
+        raise TypeError(
+            f"the result of the job cannot be sent back: a {type(value).__qualname__} cannot be pickled "
+            f"({_text(error)}, in {place}). Return what can, or write it to a file that stays."
+        ) from error
+    _write(folder, {"kind": "result"}, pickled)
 
 
 def write_error(folder: Path, error: BaseException, *, plain: bool) -> None:

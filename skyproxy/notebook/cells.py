@@ -88,13 +88,13 @@ def inputs_of(cell: Cell, namespace: Mapping[str, object], hidden: Mapping[str, 
     }
 
 
-def run_cell(cell: Cell, variables: dict[str, object], filename: str) -> dict[str, object]:
-    """Runs a cell; on the worker.
+def run_cell(cell: Cell, filename: str, /, **variables: object) -> dict[str, object]:
+    """Run a cell; on the worker.
 
     Args:
         cell: the cell.
-        variables: what it reads.
         filename: stands in tracebacks.
+        variables: what it reads.
 
     Returns:
         What it set, without modules and private names; under `RESULT` the value of its last line, if that has one.

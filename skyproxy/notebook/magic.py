@@ -77,7 +77,7 @@ class SkyMagic:
         filename = f"<worker's cell {next(self._numbers)}>"
         cell = read_cell(source, filename)
         variables = inputs_of(cell, self._shell.user_ns, self._shell.user_ns_hidden)
-        left = _node(words[0] if words else None).run(run_cell, cell, variables, filename)
+        left = _node(words[0] if words else None).run(run_cell, cell, filename, **variables)
         result = left.pop(RESULT, None)
         self._shell.push(left)
         return result

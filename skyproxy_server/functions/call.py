@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyproxy.errors import ConfigurationError, FunctionCrashedError, LimitExceededError, add_note, text_of
+from skyproxy.errors import ConfigurationError, FunctionCrashedError, LimitExceededError, add_note
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.tensors import Row, as_leaf
 from skyproxy.runtime.breakpoints import DEBUGGERS, Debugger, Place, describe, is_quit, stop_tracing
@@ -347,11 +347,7 @@ class FunctionCall:
         try:
             pickled, kept = returning.pickle(value)
         except Exception as error:
-            what = "an item" if kind == "item" else "the result"
-            raise TypeError(
-                f"{what} of {self.name} cannot be sent back: a {type(value).__qualname__} cannot be pickled "
-                f"({text_of(error)}). Return what can, or keep it on the worker in a module that you import there."
-            ) from error
+            raise TypeError(returning.explain(kind, value, self.name, error)) from error
         self._settle()
         if kind == "item":
             self._wait_for_items()

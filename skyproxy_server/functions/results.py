@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from skyproxy.errors import traceback_text
+from skyproxy.errors import text_of, traceback_text
 from skyproxy.payloads.pickling import Pickled, Pickler, is_wrapper, pickle_simple
 from skyproxy.payloads.plain import NotPlainError
 from skyproxy.payloads.plain_writing import to_plain
 from skyproxy.payloads.rebuilding import PartOfException
+from skyproxy.payloads.unpicklable import first_unpicklable
 from skyproxy.runtime.call_groups import is_simple
 from skyproxy_server.gates import storage_key
 from skyproxy_server.inventory import DeviceRow
@@ -80,6 +81,23 @@ class ResultWriter:
         kept = [tensor.detach() for tensor in pickled.references]
         pickled.references.clear()
         return pickled, kept
+
+    def explain(self, kind: str, value: object, function: str, error: Exception) -> str:
+        """Return why a value could not be pickled, in words.
+
+        Args:
+            kind: "item" of a stream, or "result".
+            value: that could not be.
+            function: what made it.
+            error: what was raised.
+        """
+        what = "an item" if kind == "item" else "the result"
+        place = first_unpicklable({kind: value}, self.pickle)
+        why = text_of(error) + (f", in {place}" if place != kind else "")
+        return (
+            f"{what} of {function} cannot be sent back: a {type(value).__qualname__} cannot be pickled ({why}). "
+            "Return what can, or keep it on the worker in a module that you import there."
+        )
 
     def changed_arguments(self) -> list[int]:
         """The numbers of the arguments that the function has changed in place since the last time."""

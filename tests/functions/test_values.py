@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,8 +274,23 @@ def test_tensors_of_another_worker_are_refused(node: skyproxy.Node, sky: str, sk
 
 def test_what_cannot_be_pickled_is_said_before_anything_is_sent(node: skyproxy.Node) -> None:
     lock = threading.Lock()
-    with pytest.raises(ConfigurationError, match="cannot be sent to a worker"):
+    with pytest.raises(ConfigurationError, match=r"cannot be sent to a worker: .*, in the outer function's lock. Its"):
         node.run(lambda: lock.locked())
+    with pytest.raises(ConfigurationError, match=r"in the argument options\['locks'\]\[1\]. Its"):
+        node.run(dict, 1, options={"locks": [2, lock]})
+    names: dict[str, Any] = {"LOCK": lock, "__name__": "__main__"}
+    exec("def uses_a_lock(): return LOCK.locked()", names)
+    with pytest.raises(ConfigurationError, match=r"in the global LOCK\. Its"):
+        node.run(names["uses_a_lock"])
+
+
+def test_what_cannot_be_sent_back_is_named(node: skyproxy.Node) -> None:
+    with pytest.raises(TypeError, match=r"a dict cannot be pickled \(.*, in result\['lock'\]\)"):
+        node.run(lambda: {"loss": 1.0, "lock": threading.Lock()})
+
+
+def test_a_function_may_have_any_argument(node: skyproxy.Node) -> None:
+    assert node.run(lambda **given: given, fn=1, self=2, args=3) == {"fn": 1, "self": 2, "args": 3}
 
 
 def test_a_poisoned_argument_raises_the_error_of_the_operation(node: skyproxy.Node, sky: str) -> None:

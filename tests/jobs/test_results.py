@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import msgpack
@@ -132,3 +133,9 @@ def test_every_cut_of_a_result_is_refused(tmp_path: Path) -> None:
     for size in range(len(content)):
         with pytest.raises(ProtocolError):
             read_result(content[:size], "job", trusted=False)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_result_that_cannot_be_written_says_what_to_do(plain: bool, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"a dict cannot be pickled .*, in result\['lock'\]\). Return"):
+        write_result(tmp_path, {"loss": 1.0, "lock": threading.Lock()}, plain=plain)

@@ -11,7 +11,7 @@ from skyproxy.notebook.cells import RESULT, inputs_of, read_cell, run_cell
 
 
 def run(source: str, **variables: Any) -> dict[str, Any]:
-    return run_cell(read_cell(source, "<cell>"), variables, "<cell>")
+    return run_cell(read_cell(source, "<cell>"), "<cell>", **variables)
 
 
 @pytest.mark.parametrize(
