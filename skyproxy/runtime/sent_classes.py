@@ -1,8 +1,9 @@
 """Classes and functions of the program's main file, in processes to which they travel as code.
 
 A class is made once in a process, and named by its number ever after. What comes back to the process that sent a class
-names that very class and leaves it as it is: a copy's methods have the globals of elsewhere. Making the class anew only
-to find the one that is there would tell its bases of it once more, a registry in `__init_subclass__` for example.
+names that very class and leaves it as it is: a copy's methods have the globals of elsewhere, as copies of functions do.
+Making the class anew only to find the one that is there would tell its bases of it once more, a registry in
+`__init_subclass__` for example.
 
 Elsewhere than in the program, `__main__` is a program of ours. `pickle` finds classes and functions there by name all
 the same, as `torch.save` needs them.
@@ -179,10 +180,25 @@ def _set_state(kind: Any, state: Any) -> type:
     return kind  # type: ignore[no-any-return]
 
 
+def _make_function(code: types.CodeType, base: dict[str, Any], *others: Any) -> types.FunctionType:
+    if base.get("__name__") == MAIN and not _is_elsewhere():
+        own = vars(sys.modules[MAIN]).get(code.co_name)
+        if isinstance(own, types.FunctionType) and own.__code__ == code and own.__closure__ is None:
+            return own
+    return _cloudpickle._make_function(code, base, *others)  # type: ignore[no-any-return]
+
+
+def _set_function_state(function: types.FunctionType, state: Any) -> None:
+    if function.__globals__ is not vars(sys.modules[MAIN]):  # else it is the program's own
+        _cloudpickle._function_setstate(function, state)
+
+
 _STAND_INS: dict[str, Callable[..., Any]] = {
     "_make_skeleton_class": _make_class,
     "_make_skeleton_enum": _make_enum,
     "_class_setstate": _set_state,
+    "_make_function": _make_function,
+    "_function_setstate": _set_function_state,
 }
 
 

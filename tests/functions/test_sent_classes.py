@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -169,6 +170,18 @@ def test_a_result_leaves_the_class_of_the_program_as_it_is(program: dict[str, An
     assert type(found) is kind
     assert kind.scaled is plain
     assert found.scaled() == 30
+
+
+def test_a_function_of_the_program_comes_back_as_itself(monkeypatch: pytest.MonkeyPatch, node: skyproxy.Node) -> None:
+    main = vars(sys.modules["__main__"])
+    exec(compile("step = 1\ndef advance(x): return x + step\n", "<a script>", "exec"), names := {})
+    advance = types.FunctionType(names["advance"].__code__, main, "advance")
+    advance.__module__ = "__main__"
+    monkeypatch.setitem(main, "step", 1)
+    monkeypatch.setitem(main, "advance", advance)
+    found = node.run(lambda value: {"function": value, "sum": value(1)}, advance)
+    assert found == {"function": advance, "sum": 2}
+    assert advance.__globals__ is main
 
 
 def test_no_base_is_told_of_a_class_again(program: dict[str, Any], node: skyproxy.Node) -> None:

@@ -289,6 +289,10 @@ def test_what_cannot_be_sent_back_is_named(node: skyproxy.Node) -> None:
         node.run(lambda: {"loss": 1.0, "lock": threading.Lock()})
 
 
+def test_complex_numbers_travel(node: skyproxy.Node) -> None:
+    assert node.run(lambda number: [number * 2, number.conjugate()], 1 + 2j) == [2 + 4j, 1 - 2j]
+
+
 def test_a_function_may_have_any_argument(node: skyproxy.Node) -> None:
     assert node.run(lambda **given: given, fn=1, self=2, args=3) == {"fn": 1, "self": 2, "args": 3}
 
