@@ -72,6 +72,7 @@ def activate() -> None:
             subclasses,
             tensor_methods,
             torchscript,
+            traced_kernels,
         )
 
         hot_path.install()
@@ -98,6 +99,7 @@ def activate() -> None:
         torchscript.install()
         tensor_methods.install()
         subclasses.install()
+        traced_kernels.install()
         modules.install()
         cross_entropy.install()
         interpolation.install()

@@ -1,0 +1,142 @@
+"""Has fake tensors on `sky:k` look as the kernels of its worker make real ones.
+
+Code that is traced (`torch.compile`, `torch.export`, `make_fx`) has fake tensors on the program's own devices, and some
+of PyTorch's fake kernels ask for the device: the CPU and CUDA have other kernels, and so other orders of memory, sizes
+and dtypes. For a device that they do not know they say what no worker gives, and a view that the trace takes for
+possible fails there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _meta_registrations
+from torch._prims_common import suggest_memory_format
+
+from skyproxy import patching
+from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.torch_private import FakeTensor, FakeTensorMode, OpOverload, pytree
+
+
+def _overloads(*names: str) -> frozenset[OpOverload]:
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+_CONVOLUTIONS = _overloads("convolution", "_convolution", "convolution_backward")
+_ASKING = _CONVOLUTIONS | _overloads(
+    *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+    *("_native_batch_norm_legit_no_training", "_batch_norm_no_update", "_batch_norm_with_update"),
+    *("_batch_norm_with_update_functional", "native_layer_norm"),
+)
+"""Ops whose fake kernels ask a tensor, and not `device_hint`, for its device."""
+_TESTS = "tests/tensor/torch_api/test_traced_kernels.py"
+_IN_CHANNELS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _kind(device: torch.device) -> str:
+    """Return the type of the device behind one of ours."""
+    return str(DEVICES.of(device).row["type"])
+
+
+def _hinting_worker(hint: Callable[[object], str]) -> Callable[[object], str]:
+    @functools.wraps(hint)
+    def device_hint(tensor: object) -> str:
+        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "sky":
+            return _kind(tensor.fake_device)
+        return hint(tensor)
+
+    return device_hint
+
+
+def _moved(mode: FakeTensorMode, values: Any, source: torch.device, target: torch.device) -> Any:
+    """Return the same arguments or results with fakes that look alike on `target` for those on `source`."""
+
+    def move(value: object) -> object:
+        if not isinstance(value, FakeTensor) or value.fake_device != source:
+            return value
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=target)
+
+    with mode:
+        return pytree.tree_map(move, values)
+
+
+def _asking_worker(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the fake kernels that ask for the device find that of the worker.
+
+    Some ask in C++, which looks at the keys of a tensor: so they get fakes of the CPU. There are none of CUDA on a
+    machine without it.
+    """
+
+    @functools.wraps(dispatch)
+    def dispatch_as_worker(
+        mode: FakeTensorMode, op: object, types: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if op not in _ASKING:
+            return dispatch(mode, op, types, args, kwargs)
+        fakes = [a for a in (*args, *kwargs.values()) if isinstance(a, FakeTensor)]
+        device = next((fake.fake_device for fake in fakes if fake.fake_device.type == "sky"), None)
+        on_cuda = device is not None and _kind(device) != "cpu"
+        if device is None or (on_cuda and op not in _CONVOLUTIONS):
+            return dispatch(mode, op, types, args, kwargs)
+        host = torch.device("cpu")
+        args, kwargs = _moved(mode, (args, kwargs), device, host)
+        results = dispatch(mode, op, types, args, kwargs)
+        if on_cuda:
+            results = _ordered_by_cudnn(mode, results, [fake for fake in fakes if fake.dim() > 1][-2:])
+        return _moved(mode, results, host, device)
+
+    return dispatch_as_worker
+
+
+def _ordered_by_cudnn(mode: FakeTensorMode, results: Any, images_and_weight: list[FakeTensor]) -> Any:
+    """Return results of a convolution in the order of `cudnn_conv_suggest_memory_format` (ATen/native/ConvUtils.h)."""
+    dimensions = images_and_weight[-1].dim()
+    wanted = _IN_CHANNELS.get(dimensions)
+    in_channels = all(fake.dtype is not torch.float64 for fake in images_and_weight) and any(
+        suggest_memory_format(fake) is wanted for fake in images_and_weight
+    )
+    order = wanted if in_channels and wanted is not None else torch.contiguous_format
+
+    def put(value: object) -> object:
+        fits = isinstance(value, FakeTensor) and value.dim() == dimensions
+        return value.contiguous(memory_format=order) if fits else value  # type: ignore[attr-defined]
+
+    with mode:
+        return pytree.tree_map(put, results)
+
+
+def _install_for_devices() -> None:
+    FakeTensorMode.cache_clear()  # a worker of another kind may come in the place of a lost one
+    if patching.is_replaced(_meta_registrations, "device_hint"):
+        return
+    patching.wrap(
+        _meta_registrations,
+        "device_hint",
+        _hinting_worker,
+        why="fake kernels would take the worker for neither a CPU nor CUDA, and promise other orders of memory",
+        test=f"{_TESTS}::test_fakes_look_as_those_of_the_cpu",
+        when=patching.When.FIRST_DEVICE,
+    )
+    patching.wrap(
+        FakeTensorMode,
+        "_dispatch_impl",
+        _asking_worker,
+        why="traced convolutions would be row-major where workers give channels-last, and statistics of another dtype",
+        test=f"{_TESTS}::test_what_is_compiled_works_as_on_the_cpu",
+        when=patching.When.FIRST_DEVICE,
+    )
+
+
+def install() -> None:
+    """Have traced code know the workers' kernels, once there is a device.
+
+    Raises:
+        ConfigurationError: this torch's fake kernels choose in another way.
+    """
+    patching.require(_meta_registrations, "device_hint")
+    patching.require(FakeTensorMode, "_dispatch_impl")
+    DEVICES.before_new[_install_for_devices] = None
