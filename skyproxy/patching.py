@@ -162,7 +162,7 @@ def is_replaced(owner: object, name: str) -> bool:
 
 
 def replace_everywhere(name: str, plain: object, new: object, *, why: str, test: str, when: When = When.IMPORT) -> None:
-    """Replace a function in every loaded module that has it under this name.
+    """Replace a function or a constant in every loaded module that has it under this name.
 
     Whoever imports it later takes it from its package; some have taken it before.
     """

@@ -470,9 +470,9 @@ for _name, _function in _COMPOSITES.items():
 
 def install(library: torch.library.Library) -> None:
     """Put our composites in the place of PyTorch's, and make factories of sparse tensors ours too."""
-    patching.replace(
-        proxy_tensor,
+    patching.replace_everywhere(
         "HANDLED_TYPES",
+        proxy_tensor.HANDLED_TYPES,
         (*proxy_tensor.HANDLED_TYPES, RemoteTensor),
         why="tracing (`make_fx`, `torch.func.linearize`) leaves tensors of other classes out of its graph",
         test="tests/tensor/torch_api/test_autograd.py::test_function_transforms",

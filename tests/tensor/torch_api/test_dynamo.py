@@ -16,6 +16,7 @@ from skyproxy.session import recorder
 from skyproxy.tensor.core import remote_tensor
 from skyproxy.tensor.dispatch import hot_path, memoized_calls
 from skyproxy.tensor.torch_api import distributions
+from tests.integration.programs import succeed
 
 
 @pytest.mark.parametrize("module", [hot_path, remote_tensor, recorder])
@@ -104,3 +105,24 @@ def test_plain_torch_compile_of_local_tensors_goes_to_inductor(monkeypatch: pyte
     function = torch.compile(lambda x: x.cos() + 1, options={"max_autotune": True})
     assert torch.equal(function(torch.ones(3)), torch.ones(3).cos() + 1)
     assert asked == [{"max_autotune": True}]
+
+
+COMPILER_FIRST = """
+import torch, torch._dynamo
+import torch._functorch._aot_autograd.runtime_wrappers
+import skyproxy
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+x = torch.linspace(0, 1, 32, device="sky:0", requires_grad=True)
+loss = lambda x: checkpoint(lambda x: F.dropout(x.sin(), 0.5).square(), x, use_reentrant=False).sum()
+values = []
+for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+    torch.manual_seed(0)
+    values.append(torch.cat(torch.autograd.grad(function(x), x)).tolist())
+assert values[0] == values[1]
+"""
+
+
+def test_the_compiler_may_be_imported_first() -> None:
+    succeed(COMPILER_FIRST)
