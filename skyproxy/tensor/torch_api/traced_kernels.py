@@ -30,9 +30,9 @@ _CONVOLUTIONS = _overloads("convolution", "_convolution", "convolution_backward"
 _ASKING = _CONVOLUTIONS | _overloads(
     *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
     *("_native_batch_norm_legit_no_training", "_batch_norm_no_update", "_batch_norm_with_update"),
-    *("_batch_norm_with_update_functional", "native_layer_norm"),
+    *("_batch_norm_with_update_functional", "native_layer_norm", "pixel_shuffle", "nonzero_static"),
 )
-"""Ops whose fake kernels ask a tensor, and not `device_hint`, for its device."""
+"""Ops whose fake kernels ask a tensor for its device, or look for the CPU."""
 _TESTS = "tests/tensor/torch_api/test_traced_kernels.py"
 _IN_CHANNELS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -42,12 +42,15 @@ def _kind(device: torch.device) -> str:
     return str(DEVICES.of(device).row["type"])
 
 
-def _hinting_worker(hint: Callable[[object], str]) -> Callable[[object], str]:
+def _hinting_cuda(hint: Callable[[object], str]) -> Callable[[object], str]:
+    """Have fake kernels know CUDA's devices. The CPU's they need not: they say that it has not what workers do have."""
+
     @functools.wraps(hint)
     def device_hint(tensor: object) -> str:
-        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "sky":
-            return _kind(tensor.fake_device)
-        return hint(tensor)
+        found = hint(tensor)
+        if found == "sky" and isinstance(tensor, FakeTensor) and _kind(tensor.fake_device) != "cpu":
+            return "cuda"
+        return found
 
     return device_hint
 
@@ -116,9 +119,9 @@ def _install_for_devices() -> None:
     patching.wrap(
         _meta_registrations,
         "device_hint",
-        _hinting_worker,
-        why="fake kernels would take the worker for neither a CPU nor CUDA, and promise other orders of memory",
-        test=f"{_TESTS}::test_fakes_look_as_those_of_the_cpu",
+        _hinting_cuda,
+        why="fake kernels of a CUDA worker would promise the CPU's orders of memory",
+        test=f"{_TESTS}::test_factors_on_cuda_are_row_major",
         when=patching.When.FIRST_DEVICE,
     )
     patching.wrap(

@@ -122,6 +122,20 @@ def test_fakes_of_other_devices_are_as_they_were(sky1: str) -> None:
     assert stride == torch.empty(2, 8, 4, 4, memory_format=torch.channels_last).stride()
 
 
+def test_factors_on_cuda_are_row_major(on_cuda: str) -> None:
+    def factors(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.svd(x[0, 0, :4]).Vh
+
+    assert looks(factors, on_cuda, torch.float32) == [((6, 6), (6, 1), torch.float32)]
+    assert looks(factors, "cpu", torch.float32) == [((6, 6), (1, 6), torch.float32)]
+
+
+def test_integers_are_counted_in_traced_code(sky1: str) -> None:
+    with FakeTensorMode():
+        counts = torch.histc(torch.ones(5, device=sky1, dtype=torch.int32), bins=4, min=0, max=3)
+    assert counts.shape == (4,)
+
+
 def test_nothing_is_remembered_of_a_device_whose_worker_may_be_another_now(on_cuda: str) -> None:
     before = looks(FUNCTIONS["statistics of layers"], on_cuda, torch.bfloat16)
     traced_kernels._install_for_devices()
