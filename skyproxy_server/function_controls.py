@@ -72,6 +72,7 @@ def bind_call(session: SessionState, call: str, slots: list[int], isolate: bool 
         words: dict[str, object] = {"type": type(error).__name__, "message": str(error), "traceback": ""}
         calls.refuse(session.identity, call, words)
         return
+    session.values.gates.note_loan(arguments)
     calls.bind(session.identity, call, arguments, session.streams, loan)
 
 

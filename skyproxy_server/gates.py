@@ -99,6 +99,11 @@ class Gates:
         if self._indices is not None:
             self._indices.note_writes(_keys(_tensors(values)))
 
+    def note_loan(self, values: Iterable[object]) -> None:
+        """Note that a function has these values from now on."""
+        if self._indices is not None:
+            self._indices.note_loan(_keys(_tensors(values)))
+
     def note_resize(self, tensor: torch.Tensor, former_bytes: int) -> None:
         """The tensor's storage had so many bytes before. PyTorch's kernels would read and write beyond its end."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)

@@ -110,13 +110,14 @@ class WatchedIndices:
     def __init__(self) -> None:
         self._looked_at = WeakTensorKeyDictionary()
         self._writes: dict[int, int] = {}
+        self._lent: dict[int, None] = {}
 
     def check(self, tensor: Tensor, written: Iterable[int]) -> None:
         """Check a tensor that an op is going to read.
 
         Args:
             tensor: of any layout.
-            written: the keys of the storages that the op writes to as those of dense tensors.
+            written: the keys of the storages that the op writes to as those of dense tensors, or as values.
 
         Raises:
             RuntimeError: its indices lead outside of it, or the op would change them while it reads them.
@@ -131,9 +132,15 @@ class WatchedIndices:
             self._looked_at.clear()
             self._writes.clear()
         state = [(key, self._writes.setdefault(key, 0)) for key in keys]
-        if self._looked_at.get(tensor) != state:
+        if self._looked_at.get(tensor) != state or not self._lent.keys().isdisjoint(keys):
             check_indices(tensor)
             self._looked_at[tensor] = state
+
+    def note_loan(self, keys: Iterable[int]) -> None:
+        """Note that a function has these storages, and may write to them whenever it likes."""
+        self._lent.update(dict.fromkeys(keys))
+        while len(self._lent) > _MOST_STORAGES:
+            del self._lent[next(iter(self._lent))]
 
     def note_writes(self, keys: Iterable[int]) -> None:
         """Note that an op writes to these storages."""

@@ -17,6 +17,10 @@ class KeptResults:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = list(tensors)
+        self.bound: list[torch.Tensor] = []
+
+    def bind(self, session: str, call: str, arguments: list[torch.Tensor], *others: object) -> None:
+        self.bound = arguments
 
     def take(self, call: str, number: int) -> list[torch.Tensor]:
         return self._tensors
@@ -46,3 +50,15 @@ def test_a_result_whose_memory_the_function_has_taken_away_is_not_read(monkeypat
     with pytest.raises(RuntimeError, match="was resized to 0 bytes"):
         values.get(1)
     assert values.get(2).is_nested
+
+
+def test_indices_that_a_function_has_as_an_argument_are_looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    indices = torch.zeros(1, 2, dtype=torch.int64)
+    state = adopted(monkeypatch, indices, torch.sparse_coo_tensor(indices, torch.ones(2), (3,)))
+    calls = KeptResults()
+    monkeypatch.setattr(function_controls, "_calls", lambda session: calls)
+    function_controls.bind_call(state, "call", [1])
+    state.values.get(2)
+    calls.bound[0].fill_(7)  # by the function, in its own time
+    with pytest.raises(RuntimeError, match="found index 7"):
+        state.values.get(2)
