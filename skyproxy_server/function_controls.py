@@ -9,9 +9,10 @@ import torch
 
 from skyproxy.errors import ConfigurationError, ProtocolError
 from skyproxy_server.controls import CONTROLS
-from skyproxy_server.failures import PoisonedError
+from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.functions.lent_tensors import LentTensors
 from skyproxy_server.functions.registry import Calls
+from skyproxy_server.lost_context import raise_if_lost
 from skyproxy_server.session_state import SessionState
 
 
@@ -62,13 +63,13 @@ def bind_call(session: SessionState, call: str, slots: list[int], isolate: bool 
     session.random.take_over()
     try:
         arguments = [session.values.get(slot, writes=True) for slot in slots]
+        loan = _Loan(session, arguments) if isolate else None
     except PoisonedError as error:
         session.values.mark_reported(error.failed)
         calls.refuse(session.identity, call, {**error.failed.record, "failed": True})
         return
-    try:
-        loan = _Loan(session, arguments) if isolate else None
-    except (TypeError, OSError, RuntimeError) as error:
+    except (TypeError, OSError, RuntimeError) as error:  # whoever called waits for the call, not for this command
+        raise_if_lost(error, Failed(error, "bind_call", session.reports.sequence, 0))
         words: dict[str, object] = {"type": type(error).__name__, "message": str(error), "traceback": ""}
         calls.refuse(session.identity, call, words)
         return

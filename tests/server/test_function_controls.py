@@ -18,9 +18,13 @@ class KeptResults:
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = list(tensors)
         self.bound: list[torch.Tensor] = []
+        self.refusal: dict[str, object] = {}
 
     def bind(self, session: str, call: str, arguments: list[torch.Tensor], *others: object) -> None:
         self.bound = arguments
+
+    def refuse(self, session: str, call: str, words: dict[str, object]) -> None:
+        self.refusal = words
 
     def take(self, call: str, number: int) -> list[torch.Tensor]:
         return self._tensors
@@ -62,3 +66,13 @@ def test_indices_that_a_function_has_as_an_argument_are_looked_at_each_time(monk
     calls.bound[0].fill_(7)  # by the function, in its own time
     with pytest.raises(RuntimeError, match="found index 7"):
         state.values.get(2)
+
+
+def test_a_call_with_an_argument_that_cannot_be_read_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    argument = torch.ones(1000)
+    argument.untyped_storage().resize_(0)
+    state, calls = adopted(monkeypatch, argument), KeptResults()
+    monkeypatch.setattr(function_controls, "_calls", lambda session: calls)
+    function_controls.bind_call(state, "call", [1])
+    assert "was resized to 0 bytes" in str(calls.refusal["message"])
+    assert calls.bound == []
