@@ -235,10 +235,11 @@ class Gates:
     ) -> None:
         sparse = [tensor for tensor in _tensors(reads) if tensor.layout is not torch.strided]
         if sparse:
-            # What writes to a sparse tensor writes to its values.
-            written = {key for tensor in _tensors(writes) for key in _keys(_parts(tensor)[-1:])} if by_one_op else set()
+            known = [*_tensors(writes)] if by_one_op else []
+            dense = set(_keys(tensor for tensor in known if tensor.layout is torch.strided))
+            values = {key for tensor in known for key in _keys(_parts(tensor)[-1:])}
             for tensor in sparse:
-                watched.check(tensor, written)
+                watched.check(tensor, dense, values)
 
     def wait_for_transfers(self) -> None:
         """Waits until all bytes have come and gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,6 +19,7 @@ _ACCESSORS = frozenset(
 _SHARING = frozenset(
     (
         *("_indices", "indices", "crow_indices", "col_indices", "ccol_indices", "row_indices"),
+        "_values",  # the very tensor that the sparse one has: what changes its sizes changes how many indices it needs
         *("embedding_backward", "_embedding_bag_backward"),
     )
 )
@@ -64,6 +66,9 @@ def check_indices(tensor: Tensor) -> None:
     indices, values = parts
     if tensor.layout is torch.sparse_coo:
         torch._validate_sparse_coo_tensor_args(indices[0], values, list(tensor.shape))
+        kinds = len(indices[0]), values.dim() - 1
+        if kinds != (tensor.sparse_dim(), tensor.dense_dim()) or indices[0].shape[1] != values.shape[0]:
+            raise RuntimeError("a sparse tensor has other indices than values: one of them was resized")
         return
     outer, inner = indices
     try:
@@ -112,12 +117,15 @@ class WatchedIndices:
         self._writes: dict[int, int] = {}
         self._lent: dict[int, None] = {}
 
-    def check(self, tensor: Tensor, written: Iterable[int]) -> None:
+    def check(
+        self, tensor: Tensor, written: AbstractSet[int] = frozenset(), written_values: AbstractSet[int] = frozenset()
+    ) -> None:
         """Check a tensor that an op is going to read.
 
         Args:
             tensor: of any layout.
-            written: the keys of the storages that the op writes to as those of dense tensors, or as values.
+            written: the keys of the storages that the op writes to as those of dense tensors, and may resize.
+            written_values: those that it writes to as values of sparse tensors.
 
         Raises:
             RuntimeError: its indices lead outside of it, or the op would change them while it reads them.
@@ -125,13 +133,14 @@ class WatchedIndices:
         parts = parts_of(tensor)
         if parts is None:
             return
-        keys = [_key(indices) for indices in parts[0]]
-        if not set(keys).isdisjoint(written):
-            raise RuntimeError("an operation cannot write to the indices of a sparse tensor that it reads")
+        indices, values = parts
+        keys = [_key(each) for each in indices]
+        if not written_values.isdisjoint(keys) or not written.isdisjoint((*keys, _key(values))):
+            raise RuntimeError("an operation cannot write to the indices or values of a sparse tensor that it reads")
         if len(self._writes) + len(keys) > _MOST_STORAGES:  # all are looked at again
             self._looked_at.clear()
             self._writes.clear()
-        state = [(key, self._writes.setdefault(key, 0)) for key in keys]
+        state = (values.shape, [(key, self._writes.setdefault(key, 0)) for key in keys])
         if self._looked_at.get(tensor) != state or not self._lent.keys().isdisjoint(keys):
             check_indices(tensor)
             self._looked_at[tensor] = state

@@ -158,11 +158,10 @@ def test_values_in_the_memory_of_the_indices_cannot_be_written_to(session: Sessi
     session.run(COO, 10, 11, [3], 3, commands.DEFINE, number, scale, number, 3, 2, DENSE, 3, 4)
     assert "cannot write to the indices" in session.error(4)
     nodes = [
-        ["aten::_values", [["node", 0]], {}],
-        ["aten::add_.Scalar", [["node", 1], ["", 1 << 40]], {}],
+        ["aten::neg_", [["node", 0]], {}],
         ["aten::_to_dense", [["node", 0]], {}],
     ]
-    fields = {"nodes": nodes, "outputs": [3], "options": {"worker": "eager"}}
+    fields = {"nodes": nodes, "outputs": [2], "options": {"worker": "eager"}}
     session.slots[5] = torch.sparse_coo_tensor(memory, memory[0], (3,))
     definition = [commands.COMPILED, ["t"], fields, ["n"]]
     session.run(commands.DEFINE, number + 1, definition, number + 1, 5, 6)
@@ -179,6 +178,25 @@ def test_parts_whose_memory_was_taken_away_are_not_looked_at(part: str, op: str,
     session.run(COO, 10, 11, [3, 3], 3, commands.DO, "resize_storage", [10 if part == "indices" else 11, 0])
     session.run(commands.DEFINE, number, [op, ["t", *"v" * len(operands)], {}, ["n"]], number, 3, *operands, 4)
     assert "this tensor's storage was resized to 0 bytes" in session.error(4)
+
+
+@pytest.mark.parametrize("part", ["_indices", "_values"])
+@pytest.mark.parametrize("size", [1 << 20, 1])
+def test_parts_of_another_size_are_refused(size: int, part: str, session: Session) -> None:
+    number = FIRST + len(OPS)
+    accessor, resize = [f"aten::{part}", ["t"], {}, ["n"]], ["aten::resize_", ["t", "v"], {}, [commands.IGNORED]]
+    session.run(commands.DEFINE, number, accessor, commands.DEFINE, number + 1, resize, COO, 1, 2, [3], 3, DENSE, 3, 4)
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # as a session's thread runs: the parts are the tensor's own
+        session.run(number, 3, 5, number + 1, 5, [1, size] if part == "_indices" else [size], DENSE, 3, 4)
+    assert "one of them was resized" in session.error(4)
+
+
+def test_no_compiled_graph_resizes_values_that_it_is_given_beside_their_tensor(session: Session) -> None:
+    nodes = [["aten::resize_", [["node", 1], ["", [1 << 20]]], {}], ["aten::_to_dense", [["node", 0]], {}]]
+    fields = {"nodes": nodes, "outputs": [3], "options": {"worker": "eager"}}
+    definition, number = [commands.COMPILED, ["t", "t"], fields, ["n"]], FIRST + len(OPS)
+    session.run(COO, 1, 2, [3], 3, commands.DEFINE, number, definition, number, 3, 2, 4)
+    assert "cannot write to the indices or values" in session.error(4)
 
 
 def test_sessions_without_sparse_tensors_are_as_quick_as_before() -> None:
@@ -230,5 +248,5 @@ def test_what_is_known_of_storages_has_a_bound(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sparse_indices, "_MOST_STORAGES", 2)
     watched, kept = WatchedIndices(), [torch.eye(2).to_sparse() for _ in range(5)]
     for sparse in kept:
-        watched.check(sparse, ())
+        watched.check(sparse)
         assert len(watched._writes) <= 2
