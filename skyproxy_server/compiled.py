@@ -344,6 +344,8 @@ def _copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
 class CompiledSignature(Signature):
     """A program as an op: its results are kept, checked and poisoned like those of any other."""
 
+    is_program = True
+
     def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
         """Read the definition, and make the program.
 

@@ -15,7 +15,7 @@ import torch
 
 from skyproxy_server.failures import Failed, PoisonedError
 from skyproxy_server.layouts import needed_bytes
-from skyproxy_server.sparse_indices import WatchedIndices, parts_of
+from skyproxy_server.sparse_indices import WatchedIndices, check_distinct, parts_of
 
 _NO_STORAGE = 0
 """The key of what closes no storage: see `Gates.hold`."""
@@ -189,6 +189,7 @@ class Gates:
         *,
         sizes: bool = True,
         by_one_op: bool = False,
+        by_program: bool = False,
         follows_indices: bool = True,
     ) -> None:
         """Waits until these tensors may be used.
@@ -198,6 +199,7 @@ class Gates:
             writes: those of `reads` that will change.
             sizes: whether they must have the memory that they describe; for views and resizing they need not.
             by_one_op: whether it is one op that reads them and writes to them.
+            by_program: whether that op is a program of several.
             follows_indices: whether it may look up what the indices of sparse ones lead to.
 
         Raises:
@@ -211,7 +213,7 @@ class Gates:
         # Last: bytes that arrive may be indices, and memory that was taken away is none to look at.
         if self._indices is not None:
             if follows_indices:
-                self._check_indices(self._indices, reads, writes, by_one_op)
+                self._check_indices(self._indices, reads, writes, by_one_op, by_program)
             self._indices.note_writes(_keys(_tensors(writes)))
 
     def _wait_for_storages(
@@ -231,7 +233,7 @@ class Gates:
                     self._wait(gate)
 
     def _check_indices(
-        self, watched: WatchedIndices, reads: list[object], writes: list[object], by_one_op: bool
+        self, watched: WatchedIndices, reads: list[object], writes: list[object], by_one_op: bool, by_program: bool
     ) -> None:
         sparse = [tensor for tensor in _tensors(reads) if tensor.layout is not torch.strided]
         if sparse:
@@ -240,6 +242,8 @@ class Gates:
             values = {key for tensor in known for key in _keys(_parts(tensor)[-1:])}
             for tensor in sparse:
                 watched.check(tensor, dense, values)
+                if by_program or (by_one_op and len(sparse) > 1):
+                    check_distinct(tensor)
 
     def wait_for_transfers(self) -> None:
         """Waits until all bytes have come and gone."""

@@ -64,7 +64,10 @@ class Signature:
         shares_indices: whether the op may give a dense tensor in the memory of a sparse one's indices, or take one.
         follows_indices: whether the op may look up what the indices of a sparse tensor lead to.
         is_forgotten: whether the client needs it no more.
+        is_program: whether it is a compiled graph.
     """
+
+    is_program = False
 
     def __init__(self, definition: list[Any], *, on_cpu: bool) -> None:
         """An op that is not allowed, or not known here, fails whenever it is called; the session goes on.

@@ -79,6 +79,29 @@ def check_indices(tensor: Tensor) -> None:
             raise
 
 
+def check_distinct(tensor: Tensor) -> None:
+    """Check that no index of a compressed tensor stands twice in a row or column: products of two such tensors write
+    beyond their memory on the CPU.
+
+    Raises:
+        RuntimeError: one does.
+    """
+    parts = parts_of(tensor)
+    if parts is None or tensor.layout is torch.sparse_coo or tensor.device.type != "cpu":
+        return
+    (outer, inner), values = parts
+    try:
+        torch._validate_sparse_compressed_tensor_args(outer, inner, values, tensor.shape, tensor.layout)
+    except RuntimeError:  # perhaps they are in another order
+        counts = outer.diff(dim=-1).reshape(-1)
+        rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        if len(torch.stack((rows, inner.reshape(-1))).unique(dim=1)[0]) < inner.numel():
+            raise RuntimeError(
+                "an index stands twice in a compressed sparse tensor, which no operation on two of them takes here. "
+                "Sum such values first: x.to_sparse_coo().coalesce()"
+            ) from None
+
+
 def with_own_indices(tensor: Tensor) -> Tensor:
     """Return a tensor with the same values, in the same memory, whose indices nobody else can write to.
 
@@ -162,4 +185,12 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-__all__ = ["WatchedIndices", "check_indices", "may_follow_indices", "may_share_indices", "parts_of", "with_own_indices"]
+__all__ = [
+    "WatchedIndices",
+    "check_distinct",
+    "check_indices",
+    "may_follow_indices",
+    "may_share_indices",
+    "parts_of",
+    "with_own_indices",
+]

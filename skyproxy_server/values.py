@@ -116,6 +116,7 @@ class Values:
             [slots.get(slot) for slot in signature.changed_slots(stream, at)],
             sizes=not signature.views,
             by_one_op=True,
+            by_program=signature.is_program,
             follows_indices=signature.follows_indices,
         )
 

@@ -199,6 +199,25 @@ def test_no_compiled_graph_resizes_values_that_it_is_given_beside_their_tensor(s
     assert "cannot write to the indices or values" in session.error(4)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+def test_compressed_tensors_with_an_index_twice_are_multiplied_by_dense_ones_only(session: Session) -> None:
+    mm = ["aten::mm", ["t", "t"], {}, ["n"]]
+    fields = {"nodes": [["aten::mm", [["node", 0], ["node", 0]], {}]], "outputs": [1], "options": {"worker": "eager"}}
+    number = FIRST + len(OPS)
+    session.run(commands.DEFINE, number, mm, commands.DEFINE, number + 1, [commands.COMPILED, ["t"], fields, ["n"]])
+    inner = {"twice": [1, 2, 2, 2, 1], "in another order": [1, 2, 2, 1, 0]}
+    for slot, columns in enumerate(inner.values(), 20):
+        session.slots.update({10: torch.tensor([0, 1, 2, 5]), 11: torch.tensor(columns), 12: torch.ones(5)})
+        session.slots[13] = torch.ones(3, 3)
+        session.run(CSR, 10, 11, 12, [3, 3], slot)
+    session.run(number, 20, 13, 4, number, 20, 20, 5, number + 1, 20, 6, number, 21, 21, 7, number + 1, 21, 8)
+    assert session.slots[4].tolist() == [[1] * 3, [1] * 3, [3] * 3]  # type: ignore[attr-defined]
+    assert "stands twice" in session.error(5)
+    assert "stands twice" in session.error(6)
+    for slot in (7, 8):
+        assert torch.equal(session.slots[slot].to_dense(), session.slots[21].to_dense() @ session.slots[21].to_dense())  # type: ignore[attr-defined]
+
+
 def test_sessions_without_sparse_tensors_are_as_quick_as_before() -> None:
     session = Session()
     session.run(commands.DEFINE, FIRST, OPS[-1])
