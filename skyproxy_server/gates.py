@@ -77,7 +77,7 @@ class Gates:
 
     @property
     def any_storage(self) -> bool:
-        """Whether a storage is not simply usable: indices are none of it, which matter to sparse tensors alone."""
+        """True if a storage is not simply usable: indices are none of it, which matter to sparse tensors alone."""
         return len(self.closed) > (self._indices is not None)  # other threads may close one meanwhile
 
     def hold(self) -> None:

@@ -263,7 +263,7 @@ def _embedding(given: dict[str, Any]) -> None:
 
 
 @_checks("gather_backward", "_gather_sparse_backward")
-def _gathered(given: dict[str, Any]) -> None:
+def _check_gathered(given: dict[str, Any]) -> None:
     tensor, dim, index = given["self"], given["dim"], given["index"]
     if not given.get("sparse_grad", True) or tensor.dim() == 0:
         return
