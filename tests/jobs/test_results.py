@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from pathlib import Path
 
+import cloudpickle.cloudpickle as cloudpickle
 import msgpack
 import pytest
 import torch
@@ -47,6 +49,18 @@ def test_tensors_that_share_memory_do_so_again(tmp_path: Path) -> None:
     first, second = read_result(left(tmp_path), "job", trusted=False)
     second.fill_(1)
     assert first.tolist() == [0, 0, 1, 1]
+
+
+def test_a_result_is_of_the_classes_of_the_program_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "Settings", type("Settings", (), {"__module__": "__main__"}), raising=False)
+    write_result(tmp_path, main.Settings(), plain=False)
+    number = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.pop(main.Settings)
+    del cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[number]  # as in another process
+    monkeypatch.setattr(main, "Settings", type("Settings", (), {"__module__": "__main__"}))
+    assert type(read_result(left(tmp_path), "job", trusted=True)) is main.Settings
 
 
 def test_any_object_comes_from_a_trusted_worker_only(tmp_path: Path) -> None:
