@@ -22,7 +22,7 @@ from skyproxy.errors import (
     visible,
 )
 from skyproxy.functions.caller_streams import CallerStreams
-from skyproxy.functions.items import Ahead, Items
+from skyproxy.functions.items import Ahead, ItemIterator, Items
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.pickling import PLAIN, Unpickler
 from skyproxy.payloads.plain_reading import from_plain
@@ -43,6 +43,7 @@ _ACK_OUTPUT_CHARACTERS = 128 << 10
 _EVENT_CHARACTERS = 64
 """Characters that each piece of output counts beside its text, as the worker counts it."""
 _CANCELLED = "cancelled"
+_OVER = "over"
 LIGHT_BYTES = 64 << 10
 """Bytes of a result, up to which it may wait on the worker for a moment until it is said that it came."""
 
@@ -147,7 +148,7 @@ class Call:
                 raise error.with_traceback(None)
             finally:
                 del error, self  # else its traceback would hold this frame, and the frame would hold it
-        return _Iterator(self) if self._is_stream else self._value
+        return ItemIterator(self) if self._is_stream else self._value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the function's end, and return what it raised, None if it returned.
@@ -243,7 +244,7 @@ class Call:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self.result()
-        if not isinstance(iterator, _Iterator):
+        if not isinstance(iterator, ItemIterator):
             raise TypeError(f"{self.name} returned a {type(iterator).__name__}; only generators can be iterated over")
         return iterator
 
@@ -297,7 +298,10 @@ class Call:
         self._channel.ack(self, 0, came.number)
 
     def _final_value(self, came: ReceivedEvent) -> Any:
+        if came.kind == _OVER:
+            return None
         if came.kind == _CANCELLED:
+            self._items.end_with(came)
             raise concurrent.futures.CancelledError
         try:
             value = self._make_result(came)
@@ -305,10 +309,14 @@ class Call:
             self._items.put_back(came)
             raise
         except BaseException:
-            self.forget()
+            self._end_items()
             raise
-        self.forget()
+        self._end_items()
         return value
+
+    def _end_items(self) -> None:
+        self._items.end_with(ReceivedEvent(_OVER))
+        self.forget()
 
     # --- what comes, on the channel's delivering thread --------------------------------------------------------------
 
@@ -479,21 +487,3 @@ def _is_light(came: ReceivedEvent) -> bool:
 
 def _no_reference(row: object, number: int) -> Any:
     raise ProtocolError("an exception with a remote tensor")
-
-
-class _Iterator(Iterator[Any]):
-    """The items of a call. Whoever lets go of it early cancels the call."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def __next__(self) -> Any:
-        return self._call.next_item()
-
-    def close(self) -> None:
-        """Cancels the call, unless it has ended."""
-        self._call.cancel()
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # else the connection ends, and modules are being taken down
-            self._call.give_up()

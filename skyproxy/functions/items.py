@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from skyproxy.errors import ProtocolError
 from skyproxy.settings import Settings
@@ -22,6 +24,7 @@ class Items:
         self._ready: deque[object] = deque()
         self._waiting: deque[concurrent.futures.Future[object]] = deque()
         self._lock = threading.Lock()
+        self._end: object = None
 
     def put(self, item: object) -> None:
         with self._lock:
@@ -39,15 +42,54 @@ class Items:
         with self._lock:
             self._ready.appendleft(item)
 
+    def end_with(self, item: object) -> None:
+        """Give this to all who wait or ask from now on, behind what is there: nothing else comes."""
+        with self._lock:
+            self._end = item
+            waiting = [future for future in self._waiting if future.set_running_or_notify_cancel()]
+            self._waiting.clear()
+        for future in waiting:
+            future.set_result(item)
+
     def get(self) -> concurrent.futures.Future[Any]:
         """A future of the next item."""
         future: concurrent.futures.Future[object] = concurrent.futures.Future()
         with self._lock:
             if self._ready:
                 future.set_result(self._ready.popleft())
+            elif self._end is not None:
+                future.set_result(self._end)
             else:
                 self._waiting.append(future)
         return future
+
+
+class Streaming(Protocol):
+    """A call of a generator function."""
+
+    def next_item(self) -> Any: ...
+
+    def cancel(self) -> bool: ...
+
+    def give_up(self) -> None: ...
+
+
+class ItemIterator(Iterator[Any]):
+    """The items of a call. Whoever lets go of it early cancels the call."""
+
+    def __init__(self, call: Streaming) -> None:
+        self._call = call
+
+    def __next__(self) -> Any:
+        return self._call.next_item()
+
+    def close(self) -> None:
+        """Cancel the call, unless it has ended."""
+        self._call.cancel()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else the connection ends, and modules are being taken down
+            self._call.give_up()
 
 
 @dataclass(slots=True)

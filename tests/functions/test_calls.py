@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -294,6 +295,40 @@ def test_who_stops_early_ends_the_generator(node: skyproxy.Node) -> None:
     for _ in node.submit(endless):
         break
     node.run(hold, "generator closed")
+
+
+def test_a_generator_that_has_ended_stays_so(node: skyproxy.Node) -> None:
+    call = node.submit(numbers, 2)
+    items = iter(call)
+    assert len(list(items)) == 2
+    assert list(items) == list(call) == []
+
+    async def again() -> list[int]:
+        return [item async for item in call]
+
+    assert asyncio.run(again()) == []
+
+
+def test_a_generator_that_has_failed_has_no_more_items(node: skyproxy.Node) -> None:
+    def fail() -> Iterator[int]:
+        yield 1
+        raise KeyError("no more")
+
+    items = iter(node.submit(fail))
+    assert next(items) == 1
+    with pytest.raises(KeyError):
+        next(items)
+    assert list(items) == []
+
+
+def test_a_cancelled_generator_is_cancelled_for_all_who_ask(node: skyproxy.Node) -> None:
+    call = node.submit(numbers, 1000)
+    items = iter(call)
+    next(items)
+    call.cancel()
+    for _ in range(2):
+        with pytest.raises(concurrent.futures.CancelledError):
+            list(items)
 
 
 def test_a_generator_that_fails_fails_behind_its_items(node: skyproxy.Node) -> None:
