@@ -42,10 +42,10 @@ _making = threading.RLock()
 class Globals(Protocol):
     """What functions have as `__globals__`."""
 
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
-def find_stand_in(module: str, name: str) -> Callable[..., Any] | None:
+def find_stand_in(module: str, name: str) -> Callable[..., object] | None:
     """Return what an unpickler calls instead of a function of cloudpickle; None for what may be called itself."""
     return _STAND_INS.get(name) if module == _cloudpickle.__name__ else None
 
@@ -70,13 +70,13 @@ def complete(kind: type, reduced: Any) -> Any:
 
 
 def _complete_enum(
-    kind: Any, arguments: tuple[Any, ...], state: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    kind: Any, arguments: tuple[object, ...], state: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object], dict[str, object]]:
     """Add to what cloudpickle says of an enumeration its aliases, and what its `__init__` or `__new__` gave members."""
     bases, name, qualname, _, *others = arguments
     members = {alias: member.value for alias, member in kind.__members__.items()}
     state = {attribute: value for attribute, value in state.items() if attribute not in members}
-    given = {
+    given: dict[str, object] = {
         member.name: {attribute: value for attribute, value in vars(member).items() if attribute not in _OF_MEMBERS}
         for member in kind
     }
@@ -97,7 +97,7 @@ def reduce_type_parameter(parameter: Any) -> object:
 
 
 def _make_type_parameter(
-    kind: Any, name: str, given: tuple[Any, ...], more: dict[str, Any], module: str, number: str
+    kind: Any, name: str, given: tuple[object, ...], more: dict[str, object], module: str, number: str
 ) -> object:
     made = kind(name, *given, **more)
     made.__module__ = module
@@ -116,10 +116,10 @@ def name_in_main() -> None:
 
 
 def _make_class(
-    constructor: Any, name: str, bases: tuple[Any, ...], attributes: dict[str, Any], number: str, extra: Any
+    constructor: object, name: str, bases: tuple[object, ...], attributes: dict[str, object], number: str, extra: object
 ) -> type:
-    qualname = attributes.get("__qualname__", name)
-    known = _known(number, extra) or _of_this_program(attributes.get("__module__"), qualname)
+    qualname = str(attributes.get("__qualname__", name))
+    known = _find_known(number, extra) or _find_own(attributes.get("__module__"), qualname)
     if known is not None:
         return known
     with _telling_no_bases(bases):
@@ -127,7 +127,7 @@ def _make_class(
 
 
 @contextlib.contextmanager
-def _telling_no_bases(bases: tuple[Any, ...]) -> Iterator[None]:
+def _telling_no_bases(bases: tuple[object, ...]) -> Iterator[None]:
     """Have no base's `__init_subclass__` told of a class here: where the class was defined it was, with its keywords.
 
     What that changed came with the class and its bases.
@@ -139,8 +139,8 @@ def _telling_no_bases(bases: tuple[Any, ...]) -> Iterator[None]:
         return
     me = threading.get_ident()
 
-    def stand_in(plain: Any) -> classmethod[Any, Any, None]:
-        def __init_subclass__(cls: type, /, **keywords: Any) -> None:
+    def stand_in(plain: classmethod[type, ..., None]) -> object:
+        def __init_subclass__(cls: type, /, **keywords: object) -> None:
             if threading.get_ident() != me:
                 plain.__get__(None, cls)(**keywords)
 
@@ -161,12 +161,12 @@ def _make_enum(
     bases: tuple[type, ...],
     name: str,
     qualname: str,
-    members: dict[str, Any],
+    members: dict[str, object],
     module: str,
     number: str,
-    extra: Any,
+    extra: object,
 ) -> type:
-    known = _known(number, extra) or _of_this_program(module, qualname)
+    known = _find_known(number, extra) or _find_own(module, qualname)
     if known is not None:
         return known
     return _keep(_MAKE_ENUM(bases, name, qualname, members, module, number, extra), extra)
@@ -180,7 +180,7 @@ def _set_state(kind: Any, state: Any) -> type:
     return kind  # type: ignore[no-any-return]
 
 
-def _make_function(code: types.CodeType, base: dict[str, Any], *others: Any) -> types.FunctionType:
+def _make_function(code: types.CodeType, base: dict[str, object], *others: object) -> types.FunctionType:
     if base.get("__name__") == MAIN and not _is_elsewhere():
         own = vars(sys.modules[MAIN]).get(code.co_name)
         if isinstance(own, types.FunctionType) and own.__code__ == code and own.__closure__ is None:
@@ -188,12 +188,12 @@ def _make_function(code: types.CodeType, base: dict[str, Any], *others: Any) -> 
     return _cloudpickle._make_function(code, base, *others)  # type: ignore[no-any-return]
 
 
-def _set_function_state(function: types.FunctionType, state: Any) -> None:
+def _set_function_state(function: types.FunctionType, state: object) -> None:
     if function.__globals__ is not vars(sys.modules[MAIN]):  # else it is the program's own
         _cloudpickle._function_setstate(function, state)
 
 
-_STAND_INS: dict[str, Callable[..., Any]] = {
+_STAND_INS: dict[str, Callable[..., object]] = {
     "_make_skeleton_class": _make_class,
     "_make_skeleton_enum": _make_enum,
     "_class_setstate": _set_state,
@@ -205,13 +205,13 @@ _STAND_INS: dict[str, Callable[..., Any]] = {
 _MAKE_CLASS, _MAKE_ENUM = _cloudpickle._make_skeleton_class, _cloudpickle._make_skeleton_enum
 
 
-def _known(number: str | None, extra: object) -> type | None:
+def _find_known(number: str | None, extra: object) -> type | None:
     with _cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK:
         found: type | None = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(number)
     return _keep(found, extra) if found is not None and found in _made else found
 
 
-def _of_this_program(module: object, qualname: str) -> type | None:
+def _find_own(module: object, qualname: str) -> type | None:
     """The class of this name in this program: a job's result may come to another one than the job came from."""
     found: Any = None if module != MAIN or _is_elsewhere() else sys.modules[MAIN]
     for part in qualname.split("."):
@@ -253,7 +253,7 @@ def _find_in_main(name: str) -> object:
 
 
 def _find_of(session: str, name: str) -> object:
-    found = [_named.get((session, name))]
+    found: list[object] = [_named.get((session, name))]
     found += [shared.values.get(name) for (of, _), shared in _globals.items() if of == session]
     return next((value for value in found if value is not None), None)
 
