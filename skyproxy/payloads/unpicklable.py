@@ -1,4 +1,4 @@
-"""Which part of a value cannot be pickled, as people would write it."""
+"""The part of a value that cannot be pickled, as people would write it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from skyproxy.runtime.calls import current_call
 
 MAIN = "__main__"
 IN_MAIN = {"in_main": True}
-"""What a class of the main file brings that is found there by its name: a decorator may have made two of one name."""
+"""The mark of a class that is found in the main file by its name: a decorator may have made two of one name."""
 _OF_MEMBERS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 """What every member of an enumeration has."""
 _made: weakref.WeakSet[type] = weakref.WeakSet()
