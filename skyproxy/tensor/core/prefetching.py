@@ -64,7 +64,7 @@ class _Asked:
 
     Attributes:
         handle: the value; kept, so that nothing else can get its id.
-        moment: how many operations and hidden writes were recorded when it was asked for: one more may have changed it.
+        moment: `Recorder.moment` just before it was asked for.
         first: whether it is the first of its block, whose wait counts.
     """
 
@@ -81,11 +81,6 @@ class _Storage(Protocol):
     def _cdata(self) -> int: ...
 
     def as_bytes(self) -> RemoteTensor: ...
-
-
-def _moment(session: Session) -> tuple[int, int]:
-    """Return what has another value as soon as something was recorded that may write."""
-    return session.recorder.ops, session.recorder.hidden_writes
 
 
 class ReadingAhead:
@@ -123,7 +118,7 @@ class ReadingAhead:
         session = handle.device.session
         if asked is None:
             return None
-        if asked.moment != _moment(session):
+        if asked.moment != session.recorder.moment:
             self._queue.clear()  # this is not plain saving or moving: what is prefetched would be wasted again
             self._asked.clear()
             return None
@@ -148,8 +143,9 @@ class ReadingAhead:
         for key in keys:
             handle = self._queue.pop(key)
             session = handle.device.session
+            moment = session.recorder.moment  # before: another thread may record something behind the question
             waiter = session.start_fetch(handle.slot, handle.meta.description, send=False)
-            asked[key] = _Asked(handle, waiter, _moment(session), key == first)
+            asked[key] = _Asked(handle, waiter, moment, key == first)
             sessions.add(session)
         for session in sessions:
             session.recorder.flush()
@@ -241,7 +237,7 @@ class SequentialReads:
         if place <= self._last and id(handle) in self._tied:
             return None
         session = handle.device.session
-        recorded = (session, _moment(session))
+        recorded = (session, session.recorder.moment)
         if place != self._last + 1 or recorded != self._recorded:
             self._begin(place)
             self._recorded = recorded

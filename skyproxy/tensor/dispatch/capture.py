@@ -112,6 +112,14 @@ class StandIn:
         return len(self.stream)
 
     @property
+    def hidden_writes(self) -> int:
+        return self._capture.recorder.hidden_writes
+
+    @hidden_writes.setter
+    def hidden_writes(self, count: int) -> None:  # what others write meanwhile counts after the capture, too
+        self._capture.recorder.hidden_writes = count
+
+    @property
     def limit(self) -> int:
         return _UNLIMITED if self._capture.is_mine else self._capture.recorder.limit
 
@@ -297,8 +305,10 @@ class SessionCapture:
             RemoteError: an op failed, where each is waited for.
         """
         recorder = self.session.recorder
-        recorder.hidden_writes += 1
-        recorder.append(commands.REPLAY, self.number)
+        try:
+            recorder.append(commands.REPLAY, self.number)
+        finally:  # not before: another thread could ask for a value in between, and take it for one of afterwards
+            recorder.hidden_writes += 1
         recorder.flush()
         if recorder.wait_for_outcome is not None:
             recorder.wait_for_outcome()

@@ -145,10 +145,12 @@ class CompiledCall:
         sizes = "".join(f"{text}, " for text in self._symbols.values())
         body += [
             "recorder = device.recorder",
-            "recorder.hidden_writes += 1",
             f"sizes = ({sizes}device.modes)" if sizes else "sizes = device.modes",
             f"check = () if sizes in checked else call.expect(sizes, {', '.join(believed)})",
-            f"recorder.emit((*check, number, {', '.join([*operands, '*constants', *slots])}))",
+            "try:",
+            f" recorder.emit((*check, number, {', '.join([*operands, '*constants', *slots])}))",
+            "finally:",  # not before: another thread could ask for a value in between
+            " recorder.hidden_writes += 1",
             "frame = user_frame(_getframe(1))",
             "recorder.emit_line((frame.f_code, frame.f_lasti))",
             "recorder.send_if_due()",

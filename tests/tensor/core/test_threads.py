@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import skyproxy  # noqa: F401  (registers the device)
+from skyproxy.session.requests import WAIT_OBSERVERS
 
 
 def together(bodies: list[Callable[[], None]]) -> None:
@@ -151,3 +151,49 @@ def test_printing_copying_and_saving_work_on_threads(sky1: str) -> None:
             assert torch.equal(torch.load(file, map_location="cpu")["weight"], module.weight.detach().cpu())
 
     together([run] * 3)
+
+
+def on_a_thread(action: Callable[[], object]) -> None:
+    together([lambda: (action(), None)[1]])
+
+
+ASKED: dict[str, tuple[Callable[[str], torch.Tensor], Callable[[torch.Tensor], float]]] = {
+    "a number": (lambda sky: torch.ones(3, device=sky).sum(), lambda x: x.item()),
+    "an element": (lambda sky: torch.ones(3, device=sky).cumsum(0), lambda x: x[1].item()),
+    "a list": (lambda sky: torch.ones(3, device=sky).cumsum(0), lambda x: x.tolist()[1]),
+    "an element of many": (lambda sky: torch.ones(9999, device=sky).cumsum(0), lambda x: [n.item() for n in x[:9]][8]),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_another_threads_graph_writes_during_a_wait_is_seen_after_it(asked: str, sky: str) -> None:
+    make, ask = ASKED[asked]
+    x = make(sky)
+    graph = torch.sky.SkyGraph()
+    with torch.sky.graph(graph):
+        x.fill_(7)
+    todo = [graph.replay]
+
+    def write_once(purpose: str) -> None:
+        while todo:
+            on_a_thread(todo.pop())
+
+    WAIT_OBSERVERS.append(write_once)
+    try:
+        ask(x)
+    finally:
+        WAIT_OBSERVERS.remove(write_once)
+    assert not todo
+    assert ask(x) == 7
+    assert (x.clone().cpu() == 7).all()
+
+
+def test_what_another_threads_compiled_code_writes_during_a_capture_is_seen_after_it(sky: str) -> None:
+    add = torch.compile(lambda *tensors: [tensor.add_(10) for tensor in tensors])
+    uploaded, number = torch.tensor([1.0, 2.0], device=sky), torch.tensor(3.0, device=sky)
+    computed, static = torch.ones(3, device=sky).cumsum(0), torch.zeros(2, device=sky)
+    assert [uploaded[0].item(), number.item(), computed[1].item()] == [1, 3, 2]
+    with torch.sky.graph(torch.sky.SkyGraph()):
+        static.add_(1)
+        on_a_thread(lambda: add(uploaded, number, computed))
+    assert [uploaded[0].item(), number.item(), computed[1].item()] == [11, 13, 12]
