@@ -6,7 +6,7 @@ While any gate is closed, the executor looks at the storages of every op; otherw
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +79,32 @@ class Gates:
     def any_storage(self) -> bool:
         """True if a storage is not simply usable: indices are none of it, which matter to sparse tensors alone."""
         return len(self.closed) > (self._indices is not None)  # other threads may close one meanwhile
+
+    def let_dense_pass(
+        self, values: Mapping[int, object], stream: list[Any], at: int, places: Iterable[tuple[int, bool]]
+    ) -> bool:
+        """Return whether the op at `at` needs no further look: its inputs are dense, and no storage is closed.
+
+        Most ops of a session that has a sparse tensor are such ones, for which `wait_until_usable` takes too long.
+
+        Args:
+            values: by slot.
+            stream: the commands.
+            at: where the op stands.
+            places: how far behind it each of its inputs stands, and whether it writes to that one.
+        """
+        watched = self._indices
+        if watched is None or self.any_storage:
+            return False
+        for offset, is_written in places:
+            value = values.get(stream[at + offset])
+            if value is None:
+                continue
+            if type(value) is not torch.Tensor or value.layout is not torch.strided:
+                return False
+            if is_written and (key := storage_key(value)) is not None:
+                watched.note_writes((key,))
+        return True
 
     def hold(self) -> None:
         """Have this count as true, so that the executor looks up after the command that runs now. For any thread."""

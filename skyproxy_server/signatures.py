@@ -6,6 +6,7 @@ the client. Keyword names come from the op's schema.
 
 from __future__ import annotations
 
+import functools
 import keyword
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -237,6 +238,16 @@ class Signature:
     def input_slots(self, stream: list[object], position: int) -> list[int]:
         """The slots that the op at `position` reads or writes, without None's."""
         return [slot for slot in self._slots(self._inputs, stream, position) if slot]
+
+    @functools.cached_property
+    def single_inputs(self) -> tuple[tuple[int, bool], ...] | None:
+        """How far behind its number each of the op's inputs stands, and whether it writes to that one.
+
+        None if some come in lists, or are written to unsaid.
+        """
+        if self.hides_writes or any(several for _, several in self._inputs):
+            return None
+        return tuple((offset, (offset, False) in self._writes) for offset, _ in self._inputs)
 
     def all_input_slots(self, stream: list[object], position: int) -> list[int]:
         """The same with None's, which are 0: where None stands makes another op of the others."""

@@ -111,6 +111,9 @@ class Values:
             RuntimeError: a storage was made too small for its tensor.
         """
         slots = self.slots
+        places = signature.single_inputs
+        if places is not None and self.gates.let_dense_pass(slots, stream, at, places):
+            return
         self.gates.wait_until_usable(
             [slots.get(slot) for slot in signature.input_slots(stream, at)],
             [slots.get(slot) for slot in signature.changed_slots(stream, at)],

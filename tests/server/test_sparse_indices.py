@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from skyproxy_server import sparse_indices
 from skyproxy_server.allowed_ops import ALLOWED
 from skyproxy_server.executor import Executor
 from skyproxy_server.failures import Failed
+from skyproxy_server.gates import Gates
 from skyproxy_server.sparse_indices import WatchedIndices, may_share_indices
 from skyproxy_server.transfers import Transfers
 
@@ -87,6 +89,25 @@ def test_so_are_those_of_compressed_tensors(accessor: int, session: Session) -> 
     assert session.slots[4].tolist() == [[1, 0, 0], [0, 0, 2]]  # type: ignore[attr-defined]
     session.run(accessor, 3, 5, FILL, 5, 1 << 30, DENSE, 3, 6)
     assert session.error(6)
+
+
+def test_dense_operations_beside_sparse_tensors_take_no_long_look(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[object] = []
+    look = Gates.wait_until_usable
+
+    def count(self: Gates, reads: Iterable[object], writes: Iterable[object], **how: bool) -> None:
+        looks.append(reads)
+        look(self, reads, writes, **how)
+
+    session.run(COO, 1, 2, [3], 3, DENSE, 3, 4)
+    monkeypatch.setattr(Gates, "wait_until_usable", count)
+    session.run(FILL, 4, 2.0, COPY, 4, 4)
+    assert not looks
+    session.run(FILL, 1, 7, DENSE, 3, 5)
+    assert len(looks) == 1
+    assert session.error(5)
 
 
 def test_changes_within_the_sizes_are_seen(session: Session) -> None:
