@@ -10,6 +10,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from skyproxy.errors import CaptureError
+from skyproxy.interrupts import shielded
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.dispatch.capture import Capture, SessionCapture, is_capturing
 
@@ -31,6 +32,7 @@ class SkyGraph:
         self._parts: list[SessionCapture] | None = None
         self._pool: object = (0, next(_pools))
 
+    @shielded
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global", **unused: object) -> None:
         """Starts to capture what this thread does on any `sky` device; `torch.sky.graph` is the usual way.
 
@@ -49,6 +51,7 @@ class SkyGraph:
         if pool is not None:
             self._pool = pool
 
+    @shielded
     def capture_end(self) -> None:
         """Ends the capture.
 
@@ -60,6 +63,7 @@ class SkyGraph:
             raise CaptureError("this graph is not being captured. Call capture_begin() first.")
         self._parts = capture.finish()
 
+    @shielded
     def abort(self) -> None:
         """Ends the capture and keeps nothing of it. The tensors that it would have made do not exist."""
         capture, self._capture = self._capture, None
@@ -92,6 +96,7 @@ class SkyGraph:
         """The token of the graph's memory, for code written for CUDA."""
         return self._pool
 
+    @shielded
     def __del__(self) -> None:
         try:
             self.abort()
@@ -128,9 +133,11 @@ class graph:
         self._graph = sky_graph
         self._pool = pool
 
+    @shielded
     def __enter__(self) -> None:
         self._graph.capture_begin(self._pool)
 
+    @shielded
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is not None:
             self._graph.abort()
