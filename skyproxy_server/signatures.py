@@ -241,7 +241,7 @@ class Signature:
 
     @functools.cached_property
     def single_inputs(self) -> tuple[tuple[int, bool], ...] | None:
-        """How far behind its number each of the op's inputs stands, and whether it writes to that one.
+        """The place of each of the op's inputs, counted from its number, and whether the op writes to that one.
 
         None if some come in lists, or are written to unsaid.
         """
