@@ -28,19 +28,19 @@ MAIN = "__main__"
 IN_MAIN = {"in_main": True}
 """The mark of a class that is found in the main file by its name: a decorator may have made two of one name."""
 _OF_MEMBERS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
-"""What every member of an enumeration has."""
+"""The attributes that every member of an enumeration has."""
 _made: weakref.WeakSet[type] = weakref.WeakSet()
 """The classes of others: what comes of one is its state from now on."""
 _named: weakref.WeakValueDictionary[tuple[str, str], type] = weakref.WeakValueDictionary()
-"""What came as a main file's, by session and name: the one that came last."""
+"""The classes of main files, by session and name: those that came last."""
 _globals: weakref.WeakValueDictionary[tuple[str, object], Globals] = weakref.WeakValueDictionary()
-"""What functions of a main file share, by session and file."""
+"""The globals that functions of main files share, by session and file."""
 _lock = threading.Lock()
 _making = threading.RLock()
 
 
 class Globals(Protocol):
-    """What functions have as `__globals__`."""
+    """The globals of the functions of one file."""
 
     values: dict[str, object]
 
