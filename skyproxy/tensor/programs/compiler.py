@@ -127,14 +127,15 @@ class _Lowering:
         self._mode = mode
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
+        from skyproxy.tensor.programs import compiler_ir
         from skyproxy.tensor.programs.compiled_call import CompiledCall
-        from skyproxy.tensor.programs.compiler_ir import program_of, spell_in_aten, write_in_place
 
-        spell_in_aten(module)
+        compiler_ir.spell_in_aten(module)
+        compiler_ir.keep_precision_of_statistics(module)
         try:
             if self._mode == "eager":
-                write_in_place(module)
-            program = program_of(module)
+                compiler_ir.write_in_place(module)
+            program = compiler_ir.program_of(module)
             if not program.devices:
                 return _box(module)
             if len({id(device.session) for device in program.devices.values()}) > 1:

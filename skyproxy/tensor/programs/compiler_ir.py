@@ -6,6 +6,7 @@ cannot be written this way raises `UnsupportedOpError`, and the graph is then ru
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from skyproxy import torch_codec
 from skyproxy.errors import UnsupportedOpError
 from skyproxy.tensor.core.devices import DEVICES, SkyDevice
 from skyproxy.tensor.core.torch_private import OpOverload
+from skyproxy.tensor.shapes.layers import NORMS
 from skyproxy.torch_codec import ALLOWED_NAMESPACES, FORBIDDEN_OPS, GRAPH_FUNCTIONS
 
 aten = torch.ops.aten
@@ -161,6 +163,29 @@ def spell_in_aten(module: torch.fx.GraphModule) -> None:
         if isinstance(node.target, OpOverload) and node.target.name() == "prims::convert_element_type":
             value, dtype = node.args
             node.target, node.args, node.kwargs = aten._to_copy.default, (value,), {"dtype": dtype}
+    module.recompile()
+
+
+def keep_precision_of_statistics(module: torch.fx.GraphModule) -> None:
+    """Convert what norms note of inputs in half precision to the dtype that the trace has for it.
+
+    Beside weights in float32 the CPU's kernels note float32, while what the compiler makes of them on a worker rounds
+    it.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        source = node.args[0] if node.target is operator.getitem else None
+        if not isinstance(source, torch.fx.Node) or node.args[1] not in (1, 2):
+            continue
+        if not isinstance(source.target, OpOverload) or source.target.overloadpacket.__name__ not in NORMS:
+            continue
+        images = value_of(source.args[0]) if isinstance(source.args[0], torch.fx.Node) else None
+        noted = value_of(node)
+        if isinstance(noted, torch.Tensor) and isinstance(images, torch.Tensor) and noted.dtype != images.dtype:
+            with graph.inserting_after(node):
+                kept = graph.call_function(aten._to_copy.default, (node,), {"dtype": noted.dtype})
+            kept.meta.update(node.meta)
+            node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
     module.recompile()
 
 

@@ -87,6 +87,14 @@ def _dot(a: Meta, b: Meta) -> RuleResult:
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
+NORMS = (
+    *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+    *("_native_batch_norm_legit_no_training", "_batch_norm_no_update", "_batch_norm_with_update"),
+    *("_batch_norm_with_update_functional", "native_layer_norm", "native_group_norm"),
+)
+"""Norms whose second and third result are statistics of their first argument."""
+
+
 def statistics_dtype(x: Meta, parts: Sequence[Meta]) -> torch.dtype | None:
     """The dtype of what the CPU's norms note of their input; None where its dtype and that of the weights do not fit.
 

@@ -19,6 +19,7 @@ from torch._prims_common import suggest_memory_format
 from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.torch_private import FakeTensor, FakeTensorMode, OpOverload, pytree
+from skyproxy.tensor.shapes.layers import NORMS
 
 
 def _overloads(*names: str) -> frozenset[OpOverload]:
@@ -27,11 +28,8 @@ def _overloads(*names: str) -> frozenset[OpOverload]:
 
 
 _CONVOLUTIONS = _overloads("convolution", "_convolution", "convolution_backward")
-_ASKING = _CONVOLUTIONS | _overloads(
-    *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
-    *("_native_batch_norm_legit_no_training", "_batch_norm_no_update", "_batch_norm_with_update"),
-    *("_batch_norm_with_update_functional", "native_layer_norm", "pixel_shuffle", "nonzero_static"),
-)
+_NORMS = _overloads(*NORMS)
+_ASKING = _CONVOLUTIONS | _NORMS | _overloads("pixel_shuffle", "nonzero_static")
 """Ops whose fake kernels ask a tensor for its device, or look for the CPU."""
 _TESTS = "tests/tensor/torch_api/test_traced_kernels.py"
 _IN_CHANNELS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -88,6 +86,10 @@ def _asking_worker(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         host = torch.device("cpu")
         args, kwargs = _moved(mode, (args, kwargs), device, host)
         results = dispatch(mode, op, types, args, kwargs)
+        if op in _NORMS and any(fake.is_floating_point() and fake.dtype is not fakes[0].dtype for fake in fakes):
+            # Beside weights of another dtype, kernels note float32; the fake ones do not know of that.
+            with mode:
+                results = (results[0], *(noted.to(torch.float32) for noted in results[1:3]), *results[3:])
         if on_cuda:
             results = _ordered_by_cudnn(mode, results, [fake for fake in fakes if fake.dim() > 1][-2:])
         return _moved(mode, results, host, device)

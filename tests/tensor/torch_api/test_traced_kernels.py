@@ -90,6 +90,27 @@ def test_what_is_compiled_works_as_on_the_cpu(name: str, dtype: torch.dtype, sky
     assert torch.equal(found.grad.cpu(), expected.grad)
 
 
+MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "batch norm": lambda x, w: F.batch_norm(x, None, None, w, training=True),
+    "layer norm": lambda x, w: F.layer_norm(x, (4,), w),
+    "group norm": lambda x, w: F.group_norm(x, 2, w),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("name", MIXED)
+def test_norms_of_half_precision_with_whole_weights_are_trained(name: str, backend: str, sky1: str) -> None:
+    compiled = torch.compile(MIXED[name], backend="sky", options={"worker": backend})
+    found: list[list[torch.Tensor]] = []
+    for device, function in ((sky1, compiled), ("cpu", MIXED[name])):
+        x = torch.linspace(-1, 1, 2 * 4 * 5 * 4).reshape(2, 4, 5, 4).bfloat16().to(device).requires_grad_()
+        w = torch.linspace(1, 2, 4).to(device).requires_grad_()
+        (function(x, w).float() * torch.arange(4.0, device=device)).square().sum().backward()
+        found.append([a.grad.float().cpu() for a in (x, w)])  # type: ignore[union-attr]
+    tolerance = {"rtol": 0.05, "atol": 0.05} if backend == "inductor" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(*found, **tolerance)
+
+
 @pytest.fixture
 def on_cuda(sky1: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A device whose worker says that it has CUDA, of which PyTorch remembers no fake results."""
