@@ -205,14 +205,6 @@ class Recorder:
         return self._sent_ops + len(self.lines) // 2
 
     @property
-    def moment(self) -> tuple[int, int]:
-        """What is another pair as soon as something was recorded that may write: ops, and hidden writes.
-
-        A value that was asked for after a moment is right as long as the moment is the same.
-        """
-        return self.ops, self.hidden_writes
-
-    @property
     def batches(self) -> int:
         """Batches that were cut so far."""
         return self._sequence

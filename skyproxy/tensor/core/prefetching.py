@@ -22,6 +22,7 @@ from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.torch_codec import byte_count
 
 if TYPE_CHECKING:
+    from skyproxy.session.recorder import Recorder
     from skyproxy.session.session import Session
     from skyproxy.tensor.core.devices import Handle
 
@@ -64,7 +65,7 @@ class _Asked:
 
     Attributes:
         handle: the value; kept, so that nothing else can get its id.
-        moment: `Recorder.moment` just before it was asked for.
+        moment: `moment_of` its recorder just before it was asked for.
         first: whether it is the first of its block, whose wait counts.
     """
 
@@ -81,6 +82,14 @@ class _Storage(Protocol):
     def _cdata(self) -> int: ...
 
     def as_bytes(self) -> RemoteTensor: ...
+
+
+def moment_of(recorder: Recorder) -> tuple[int, int]:
+    """Return what is another pair as soon as something was recorded that may write: ops, and hidden writes.
+
+    A value that was asked for after a moment is right as long as the moment is the same.
+    """
+    return recorder.ops, recorder.hidden_writes
 
 
 class ReadingAhead:
@@ -118,7 +127,7 @@ class ReadingAhead:
         session = handle.device.session
         if asked is None:
             return None
-        if asked.moment != session.recorder.moment:
+        if asked.moment != moment_of(session.recorder):
             self._queue.clear()  # this is not plain saving or moving: what is prefetched would be wasted again
             self._asked.clear()
             return None
@@ -143,7 +152,7 @@ class ReadingAhead:
         for key in keys:
             handle = self._queue.pop(key)
             session = handle.device.session
-            moment = session.recorder.moment  # before: another thread may record something behind the question
+            moment = moment_of(session.recorder)  # before: another thread may record something behind the question
             waiter = session.start_fetch(handle.slot, handle.meta.description, send=False)
             asked[key] = _Asked(handle, waiter, moment, key == first)
             sessions.add(session)
@@ -237,7 +246,7 @@ class SequentialReads:
         if place <= self._last and id(handle) in self._tied:
             return None
         session = handle.device.session
-        recorded = (session, session.recorder.moment)
+        recorded = (session, moment_of(session.recorder))
         if place != self._last + 1 or recorded != self._recorded:
             self._begin(place)
             self._recorded = recorded

@@ -14,7 +14,7 @@ from skyproxy.tensor.core import host_copies, known_values
 from skyproxy.tensor.core.devices import DEVICES, Handle
 from skyproxy.tensor.core.metadata import Meta
 from skyproxy.tensor.core.pieces import copied, copy_into
-from skyproxy.tensor.core.prefetching import READER
+from skyproxy.tensor.core.prefetching import READER, moment_of
 from skyproxy.tensor.core.remote_tensor import RemoteTensor, is_wrapper_class
 from skyproxy.tensor.core.torch_private import OpOverload
 from skyproxy.tensor.core.transfers import OWN_CLASSES, download, move, upload
@@ -161,7 +161,7 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
     if READER.ahead is not None or not handle.meta.plain or tensor.is_complex():
         return download(tensor).item()
     recorder, owner = handle.device.recorder, handle.root or handle
-    before = recorder.moment
+    before = moment_of(recorder)
     companions = companions_of(handle.device.session)
     value = companions.take(handle) if not (owner.copied and owner.copy.final) else None
     shared = bool(handle.meta.size) or owner is not handle or sys.getrefcount(handle) != _ALONE + 1
@@ -179,7 +179,7 @@ def _item(info: OpInfo, func: OpOverload, args: tuple[RemoteTensor], kwargs: dic
     _check_kind(value, tensor.dtype)
     if not shared:  # only this tensor and these names hold it, so it has no views whose changes would go unseen
         known_values.know(handle, _as_tensor(value, tensor.dtype))
-        if recorder.moment != before:  # another thread may have changed it meanwhile
+        if moment_of(recorder) != before:  # another thread may have changed it meanwhile
             known_values.forget(handle)
     elif kept and not owner.meta.size and owner.meta.dtype is tensor.dtype:
         _keep(owner, _as_tensor(value, tensor.dtype), before)
@@ -202,16 +202,16 @@ def _as_tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _keep(owner: Handle, whole: torch.Tensor, before: tuple[int, int]) -> None:
-    """Remember the bytes of a storage that were asked for after a `Recorder.moment`."""
+    """Remember the bytes of a storage that were asked for after a `moment_of` its recorder."""
     copy = host_copies.keep(owner, string_at(whole.data_ptr(), whole.nbytes), asked=True)
-    if owner.device.recorder.moment != before and copy is not None:  # another thread may have changed it meanwhile
+    if moment_of(owner.device.recorder) != before and copy is not None:  # another thread may have changed it meanwhile
         host_copies.forget_written([owner])
 
 
 def _read_whole(handle: Handle) -> bool | int | float | None:
     """Ask for all of the small storage that a number lies in: the next number of it will be known."""
     owner = handle.root or handle
-    before = owner.device.recorder.moment
+    before = moment_of(owner.device.recorder)
     _keep(owner, owner.device.session.fetch(owner.slot, owner.meta.description), before)
     return host_copies.number_of(handle)
 

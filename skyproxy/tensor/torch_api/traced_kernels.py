@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import _meta_registrations
@@ -20,6 +20,8 @@ from skyproxy import patching
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.torch_private import FakeTensor, FakeTensorMode, OpOverload, pytree
 from skyproxy.tensor.shapes.layers import NORMS
+
+_Values = TypeVar("_Values")
 
 
 def _overloads(*names: str) -> frozenset[OpOverload]:
@@ -53,19 +55,20 @@ def _hinting_cuda(hint: Callable[[object], str]) -> Callable[[object], str]:
     return device_hint
 
 
-def _moved(mode: FakeTensorMode, values: Any, source: torch.device, target: torch.device) -> Any:
+def _move(mode: FakeTensorMode, values: _Values, source: torch.device, target: torch.device) -> _Values:
     """Return the same arguments or results with fakes that look alike on `target` for those on `source`."""
 
-    def move(value: object) -> object:
+    def move_one(value: object) -> object:
         if not isinstance(value, FakeTensor) or value.fake_device != source:
             return value
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=target)
 
     with mode:
-        return pytree.tree_map(move, values)
+        moved: _Values = pytree.tree_map(move_one, values)
+    return moved
 
 
-def _asking_worker(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+def _asking_worker(dispatch: Callable[..., object]) -> Callable[..., object]:
     """Have the fake kernels that ask for the device find that of the worker.
 
     Some ask in C++, which looks at the keys of a tensor: so they get fakes of the CPU. There are none of CUDA on a
@@ -74,8 +77,8 @@ def _asking_worker(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(dispatch)
     def dispatch_as_worker(
-        mode: FakeTensorMode, op: object, types: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        mode: FakeTensorMode, op: object, types: object, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if op not in _ASKING:
             return dispatch(mode, op, types, args, kwargs)
         fakes = [a for a in (*args, *kwargs.values()) if isinstance(a, FakeTensor)]
@@ -84,20 +87,25 @@ def _asking_worker(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if device is None or (on_cuda and op not in _CONVOLUTIONS):
             return dispatch(mode, op, types, args, kwargs)
         host = torch.device("cpu")
-        args, kwargs = _moved(mode, (args, kwargs), device, host)
+        args, kwargs = _move(mode, (args, kwargs), device, host)
         results = dispatch(mode, op, types, args, kwargs)
         if op in _NORMS and any(fake.is_floating_point() and fake.dtype is not fakes[0].dtype for fake in fakes):
-            # Beside weights of another dtype, kernels note float32; the fake ones do not know of that.
-            with mode:
-                results = (results[0], *(noted.to(torch.float32) for noted in results[1:3]), *results[3:])
+            results = _in_whole_precision(mode, results)
         if on_cuda:
             results = _ordered_by_cudnn(mode, results, [fake for fake in fakes if fake.dim() > 1][-2:])
-        return _moved(mode, results, host, device)
+        return _move(mode, results, host, device)
 
     return dispatch_as_worker
 
 
-def _ordered_by_cudnn(mode: FakeTensorMode, results: Any, images_and_weight: list[FakeTensor]) -> Any:
+def _in_whole_precision(mode: FakeTensorMode, results: object) -> object:
+    """Return results of a norm with the statistics that kernels note beside weights of another dtype: float32."""
+    assert isinstance(results, tuple)
+    with mode:
+        return results[0], *(noted.to(torch.float32) for noted in results[1:3]), *results[3:]
+
+
+def _ordered_by_cudnn(mode: FakeTensorMode, results: object, images_and_weight: list[FakeTensor]) -> object:
     """Return results of a convolution in the order of `cudnn_conv_suggest_memory_format` (ATen/native/ConvUtils.h)."""
     dimensions = images_and_weight[-1].dim()
     wanted = _IN_CHANNELS.get(dimensions)
@@ -111,7 +119,8 @@ def _ordered_by_cudnn(mode: FakeTensorMode, results: Any, images_and_weight: lis
         return value.contiguous(memory_format=order) if fits else value  # type: ignore[attr-defined]
 
     with mode:
-        return pytree.tree_map(put, results)
+        ordered: object = pytree.tree_map(put, results)
+    return ordered
 
 
 def _install_for_devices() -> None:
