@@ -18,6 +18,7 @@ import torch.fx
 
 from skyproxy import torch_codec
 from skyproxy.errors import ProtocolError, UnsupportedOpError
+from skyproxy.fake_guard import keep_guard
 from skyproxy.protocol import commands
 from skyproxy_server.allowed_ops import find_overload
 from skyproxy_server.argument_checks import check_constant, enumeration_of
@@ -326,6 +327,7 @@ def _compile(module: torch.fx.GraphModule, args: tuple[Any, ...]) -> Callable[..
             outcome.append(error)
 
     with _compiling:
+        keep_guard()
         thread = threading.Thread(target=work, name="skyproxy-compile", daemon=True)
         thread.start()
         thread.join()

@@ -18,6 +18,7 @@ SHARED_WITH_SERVER = {
     "cell_names",
     "errors",
     "extras",
+    "fake_guard",
     "collector",
     "import_watcher",
     "context_edges",

@@ -17,6 +17,7 @@ from torch import _meta_registrations
 from torch._prims_common import suggest_memory_format
 
 from skyproxy import patching
+from skyproxy.fake_guard import keep_guard
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.torch_private import FakeTensor, FakeTensorMode, OpOverload, pytree
 from skyproxy.tensor.shapes.layers import NORMS
@@ -124,6 +125,7 @@ def _ordered_by_cudnn(mode: FakeTensorMode, results: object, images_and_weight: 
 
 
 def _install_for_devices() -> None:
+    keep_guard()
     FakeTensorMode.cache_clear()  # a worker of another kind may come in the place of a lost one
     if patching.is_replaced(_meta_registrations, "device_hint"):
         return
