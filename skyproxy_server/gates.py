@@ -316,8 +316,7 @@ class Gates:
         """Forget every mark."""
         self.closed.clear()
         self._shrunk.clear()
-        if self._indices is not None:
-            self.closed[_INDICES] = []
+        self._indices = None
 
     def open_finished(self, *, wait: bool = False) -> None:
         """Forgets transfers that are over, or, with `wait`, all of them as soon as they are."""

@@ -174,6 +174,7 @@ def test_a_result_leaves_the_class_of_the_program_as_it_is(program: dict[str, An
 
 def test_a_function_of_the_program_comes_back_as_itself(monkeypatch: pytest.MonkeyPatch, node: skyproxy.Node) -> None:
     main = vars(sys.modules["__main__"])
+    monkeypatch.delitem(main, "__getattr__", raising=False)  # a worker of another test has run in this process
     exec(compile("step = 1\ndef advance(x): return x + step\n", "<a script>", "exec"), names := {})
     advance = types.FunctionType(names["advance"].__code__, main, "advance")
     advance.__module__ = "__main__"

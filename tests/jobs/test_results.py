@@ -55,6 +55,7 @@ def test_a_result_is_of_the_classes_of_the_program_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = sys.modules["__main__"]
+    monkeypatch.delitem(vars(main), "__getattr__", raising=False)  # a worker of another test has run in this process
     monkeypatch.setattr(main, "Settings", type("Settings", (), {"__module__": "__main__"}), raising=False)
     write_result(tmp_path, main.Settings(), plain=False)
     number = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.pop(main.Settings)
