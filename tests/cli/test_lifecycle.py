@@ -131,7 +131,8 @@ def test_a_rotated_token_cuts_nobody_off_and_is_found_by_who_was_connected_befor
     # No overlap: what is right after it is right only because the new one is found.
     assert python("-c", LATER) == "dev has a new token\n7 6.0\n"
     assert worker.token() != before
-    assert read("status")["ready"] is True
+    status = read("status")
+    assert status["ready"] is True, status
     with pytest.raises(AuthenticationError):
         ask_worker(str(worker.url), before)
 
