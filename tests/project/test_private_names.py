@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "skyproxy"
 DOORS = ("tensor/core/torch_private.py", "tensor/torch_api/")
 OUTSIDE = {
+    "fake_guard.py": "shared with the worker: the guard of CUDA's devices where there is no CUDA",
     "payloads/pickling.py": "shared with the worker: whether a class is a tensor made of others",
     "payloads/tensors.py": "shared with the worker: the bits of conjugate and negative views",
     "plugins/process_group.py": "ending a group whose ranks hang",
