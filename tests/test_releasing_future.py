@@ -1,8 +1,9 @@
-"""Futures notice signals that came a moment before somebody began to wait."""
+"""Futures notice signals that came a moment before somebody began to wait, and forks."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import signal
 import threading
 import traceback
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from skyproxy import interrupts
+from skyproxy.errors import ConfigurationError
 from skyproxy.pools import PoolFuture
 from skyproxy.releasing_future import ReleasingFuture
 
@@ -85,3 +87,39 @@ def test_an_error_shows_where_it_came_from_and_who_asks_each_time_alike(name: st
     assert (seen[0][0], seen[0][-1]) == (here, here)
     assert len(seen[0]) <= 4
     assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("kind", [ReleasingFuture, lambda: PoolFuture("call")])
+def test_who_waits_for_several_futures_is_told_of_those_that_are_cancelled(
+    kind: Callable[[], concurrent.futures.Future[int]],
+) -> None:
+    before, meanwhile = kind(), kind()
+    assert before.cancel()
+    assert before.cancel()
+    assert concurrent.futures.wait([before], timeout=20).done == {before}
+    ended = concurrent.futures.as_completed([before, meanwhile], timeout=20)
+    assert next(ended) is before
+    meanwhile.cancel()
+    assert next(ended) is meanwhile
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", WAITS)
+def test_a_forked_child_is_told_that_a_future_is_its_parents(name: str) -> None:
+    kind, wait = WAITS[name]
+    future: Any = kind("call") if kind is PoolFuture else kind()
+    ended: Any = kind("call") if kind is PoolFuture else kind()
+    ended.set_result(3)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            wait(ended)
+            wait(future)
+        except ConfigurationError as error:
+            status = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not future.done()

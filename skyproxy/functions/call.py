@@ -10,9 +10,10 @@ import logging
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, SupportsIndex
 
 from skyproxy.errors import (
+    ConfigurationError,
     FunctionCrashedError,
     LimitExceededError,
     ProtocolError,
@@ -74,12 +75,12 @@ class CallChannel(Protocol):
     def forget(self, call: Call) -> None: ...
 
 
-class Call:
+class Call(ReleasingFuture[Any]):
     """A function that runs on a worker, or ran.
 
-    It is a future: `result()`, `exception()`, `done()`, `cancel()`, `await call`. If the function is a generator, the
-    result is an iterator, and `for item in call` and `async for item in call` take the items as they come; the worker
-    runs ahead by a bounded number of items only. Whoever stops early cancels the call.
+    It is a `concurrent.futures.Future`, which `wait` and `as_completed` know, and can be awaited. If the function is a
+    generator, the result is an iterator, and `for item in call` and `async for item in call` take the items as they
+    come; the worker runs ahead by a bounded number of items only. Whoever stops early cancels the call.
 
     A call that nobody holds any more runs to its end; its result is then dropped on the worker.
 
@@ -95,6 +96,7 @@ class Call:
     def __init__(
         self, identity: str, name: str, channel: CallChannel, adopter: Adopter, on_output: OnOutput | None
     ) -> None:
+        super().__init__()
         self.id = identity
         self.name = name
         self.payload: Payload | None = None
@@ -109,7 +111,6 @@ class Call:
         self._on_output = on_output or CallerStreams()
         # The caller's context, by which Jupyter knows the cell that output belongs to.
         self._context = contextvars.copy_context()
-        self._future: ReleasingFuture[ReceivedEvent] = ReleasingFuture()
         self._has_begun = False
         self._on_begin: list[Callable[[], object]] = []
         self._items, self.ahead = Items(), Ahead(name)
@@ -125,9 +126,10 @@ class Call:
 
     # --- the future --------------------------------------------------------------------------------------------------
 
-    def done(self) -> bool:
-        """Return whether `result()` would not wait."""
-        return self._future.done()
+    def _first_event(self, timeout: float | None = None) -> ReceivedEvent:
+        """Wait for what the call's end is told by, or the news that items follow."""
+        event: ReceivedEvent = super().result(timeout)
+        return event
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the function, and return what it returned. For a generator function, an iterator over its items.
@@ -156,9 +158,9 @@ class Call:
         Raises:
             TimeoutError, concurrent.futures.CancelledError, UntrustedResultError: as `result`.
         """
-        if not self._future.done():
+        if not self.done():
             self._channel.session.count_wait("call")
-        came = self._future.result(timeout)
+        came = self._first_event(timeout)
         with self._taking:
             if not self._taken:
                 self._is_stream = came.kind == "stream"
@@ -194,28 +196,21 @@ class Call:
         if self._ended:
             return False
         self._ended = True
-        self._future.cancel()
+        super().cancel()
         self._items.put(ReceivedEvent(_CANCELLED))
         self._channel.cancel(self)
         return True
 
-    def cancelled(self) -> bool:
-        """Return whether the call was cancelled before it had a result."""
-        return self._future.cancelled()
-
     @property
     def failure(self) -> str:
         """One word for what a call that is done ended with; empty for a result. Nothing of the result is read."""
-        if self._future.cancelled():
+        if self.cancelled():
             return "CancelledError"
-        error = self._future.exception()
-        if error is not None:
-            return type(error).__name__
-        return "RemoteFunctionError" if self._future.result().kind == "error" else ""
+        return "RemoteFunctionError" if self._first_event().kind == "error" else ""
 
-    def add_done_callback(self, callback: Callable[[Call], object]) -> None:
-        """Calls `callback` with this call once it is done, on a thread of the session; at once if it is."""
-        self._future.add_done_callback(lambda future: callback(self))
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Call `fn` with this call once it is done, on a thread of the session; at once if it is."""
+        super().add_done_callback(fn)
 
     def add_started_callback(self, callback: Callable[[], object]) -> None:
         """Calls `callback` when the function has begun on the worker, or will not; at once if that is so already."""
@@ -227,10 +222,10 @@ class Call:
         return self._wait_for_value().__await__()
 
     async def _wait_for_value(self) -> Any:
-        if not self._future.done():
+        if not self.done():
             self._channel.session.count_wait("call")
         try:
-            await asyncio.wrap_future(self._future)
+            await self.wait_in_loop()
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -261,8 +256,8 @@ class Call:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         try:
-            came = await asyncio.wrap_future(self._future)
-            if came.kind != "stream":
+            await self.wait_in_loop()
+            if self._first_event().kind != "stream":
                 await self
                 raise TypeError(f"{self.name} did not return a generator; only those can be iterated over")
             while (came := await asyncio.wrap_future(self._items.get())).kind == "item":
@@ -354,7 +349,7 @@ class Call:
             self._ended = True
             self.payload = None
             self._channel.remove(self)
-            if self._future.cancelled():
+            if self.cancelled():
                 self.forget()
 
     def _tell_of_beginning(self) -> None:
@@ -365,7 +360,7 @@ class Call:
     def _settle(self, came: ReceivedEvent) -> bool:
         """Return whether nobody had settled the future before."""
         try:
-            self._future.set_result(came)
+            self.set_result(came)
         except concurrent.futures.InvalidStateError:  # it has a result, or was cancelled
             return False
         return True
@@ -405,7 +400,7 @@ class Call:
 
     def _make_result(self, came: ReceivedEvent) -> object:
         if came.kind == "error":
-            raise self._exception(came)
+            raise self._error_of(came)
         try:
             return self._value_of(came)
         except (ImportError, AttributeError) as error:
@@ -428,7 +423,7 @@ class Call:
             error.call = self
             raise error from refused.__cause__
 
-    def _exception(self, came: ReceivedEvent) -> BaseException:
+    def _error_of(self, came: ReceivedEvent) -> BaseException:
         words = came.value
         if "exception" in words:
             known: BaseException = words["exception"]
@@ -471,6 +466,12 @@ class Call:
     def __del__(self) -> None:  # an interrupt may have struck before all attributes were there
         if getattr(self, "_forgotten", True) is False and sys is not None:
             self.forget()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ConfigurationError(
+            f"the call of {self.name} belongs to this program, and cannot be sent to a worker. Pass its result: "
+            "call.result(), or await it."
+        )
 
     def __repr__(self) -> str:
         state = "cancelled" if self.cancelled() else "done" if self.done() else "running"

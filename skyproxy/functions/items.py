@@ -6,7 +6,7 @@ import concurrent.futures
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +69,8 @@ class Streaming(Protocol):
 
     def next_item(self) -> Any: ...
 
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+
     def cancel(self) -> bool: ...
 
     def give_up(self) -> None: ...
@@ -82,6 +84,11 @@ class ItemIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._call.next_item()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        # Not the call's own iterator: this one, which cancels the call when it goes, has to stay as long.
+        async for item in self._call:
+            yield item
 
     def close(self) -> None:
         """Cancel the call, unless it has ended."""

@@ -183,12 +183,12 @@ class Job:
 
         Args:
             follow: go on until the job has ended, on all nodes.
-            tail_bytes: only about this many bytes of the end of each node's.
+            tail_bytes: only about this many bytes of the end of each node's; 0 with `follow`: only what comes from now.
             node: only what this node has printed, without its number.
             rank: only what this rank has printed, of a job under torchrun.
 
         Raises:
-            ConfigurationError: there is no such node, or the job has no ranks.
+            ConfigurationError: there is no such node, the job has no ranks, or `tail_bytes` is below 0.
             ConnectError: a node cannot be reached; with `follow`, after the last line of the others.
 
         Example:
@@ -217,8 +217,9 @@ class Job:
         if rank is not None and self._kind() != "torchrun":
             raise ConfigurationError(f"the job {self.name} does not run under torchrun: it has no rank {rank}.")
         nodes = {number: one for number, one in enumerate(self._nodes) if node in (None, number)}
-        offset = 0 if tail_bytes is None else -max(tail_bytes, 0)
-        lines = (followed_lines if follow else kept_lines)(self.name, nodes, offset)
+        if tail_bytes is not None and tail_bytes < 0:
+            raise ConfigurationError(f"tail_bytes is a number of bytes, and not {tail_bytes}.")
+        lines = (followed_lines if follow else kept_lines)(self.name, nodes, tail_bytes)
         prefix = "" if rank is None else f"[rank {rank}] "
         return (line for line in lines if line.text.startswith(prefix))
 

@@ -35,6 +35,8 @@ _GRACE_SECONDS = 2.0
 """For how long beyond its own time-out a program waits for an answer that is due then."""
 _PAUSE_SECONDS = 1.0
 _MOST_NODES = 10_000
+_MOST_LOG_BYTES = 1 << 60
+"""More than any worker keeps, and no more than a message may say."""
 
 
 class OpenConnection(Protocol):
@@ -180,11 +182,11 @@ def result_bytes(link: JobLink, name: str) -> bytes | None:
 
     Raises:
         LimitExceededError: it is larger than this program takes.
+        ProtocolError: the worker did not send as many bytes as it said.
     """
-    pieces: list[bytes] = []
-    offset = 0
+    content = bytearray()  # in one piece: a worker may send many small ones, and each would take memory of its own
     while True:
-        answer, data = link.ask("result", name=name, offset=offset, limit=SETTINGS.chunk_bytes)
+        answer, data = link.ask("result", name=name, offset=len(content), limit=SETTINGS.chunk_bytes)
         total = _whole_number(answer.get("total_bytes"))
         if total < 0:
             return None
@@ -192,22 +194,26 @@ def result_bytes(link: JobLink, name: str) -> bytes | None:
             raise LimitExceededError(
                 f"the result of job {name} has {total} bytes; SKYPROXY_MAX_PAYLOAD_BYTES bounds it"
             )
-        pieces.append(data)
-        offset += len(data)
-        if not data or offset >= total:
-            return b"".join(pieces)
+        content += data
+        if len(content) == total:
+            return bytes(content)
+        if not data or len(content) > total:
+            raise ProtocolError(f"the worker sent {len(content)} of the {total} bytes of the result of job {name}")
 
 
-def log_pieces(link: JobLink, name: str, offset: int, *, follow: bool) -> Iterator[bytes]:
+def log_pieces(link: JobLink, name: str, tail_bytes: int | None, *, follow: bool) -> Iterator[bytes]:
     """Yield what a job has printed, and while it runs, what it prints; a line says what is no longer kept.
 
     Args:
         link: to its worker.
         name: of the job.
-        offset: where to begin; a negative one counts from the end.
+        tail_bytes: what is wanted of its end, so far; None: everything.
         follow: until it stands still.
     """
     seconds = WAIT_SECONDS if follow else 0.0
+    offset = -min(tail_bytes or 0, _MOST_LOG_BYTES)  # counted from the end
+    if tail_bytes == 0:
+        offset = _whole_number(link.ask("log", name=name, offset=0, limit=0)[0].get("log_bytes"))
     is_within_line = False
     end: int | None = None
     while True:

@@ -43,21 +43,21 @@ class _StoppedError(Exception):
     """Nobody reads any more."""
 
 
-def kept_lines(name: str, nodes: Mapping[int, OpenConnection], offset: int) -> Iterator[JobLine]:
+def kept_lines(name: str, nodes: Mapping[int, OpenConnection], tail_bytes: int | None) -> Iterator[JobLine]:
     """Yield what a job has printed, one node after the other.
 
     Args:
         name: of the job.
         nodes: its workers, by node.
-        offset: where to begin on each; a negative one counts from the end.
+        tail_bytes: what is wanted of the end of each; None: everything.
     """
     for node, open_connection in nodes.items():
         with JobLink(open_connection) as link:
-            for text in _lines(log_pieces(link, name, offset, follow=False)):
+            for text in _lines(log_pieces(link, name, tail_bytes, follow=False)):
                 yield JobLine(node, text)
 
 
-def followed_lines(name: str, nodes: Mapping[int, OpenConnection], offset: int) -> Iterator[JobLine]:
+def followed_lines(name: str, nodes: Mapping[int, OpenConnection], tail_bytes: int | None) -> Iterator[JobLine]:
     """Yield what a job has printed, and what it prints, as it comes, until it has ended on all nodes.
 
     A node that cannot be reached any more ends the output of that node only; the error is raised after the last line of
@@ -66,7 +66,7 @@ def followed_lines(name: str, nodes: Mapping[int, OpenConnection], offset: int) 
     Args:
         name: of the job.
         nodes: its workers, by node.
-        offset: where to begin on each; a negative one counts from the end.
+        tail_bytes: what is wanted of the end of each; None: everything.
 
     Raises:
         UnknownJobError, ConnectError, ...: see `JobLink.ask`.
@@ -74,10 +74,10 @@ def followed_lines(name: str, nodes: Mapping[int, OpenConnection], offset: int) 
     if len(nodes) == 1:
         ((node, open_connection),) = nodes.items()
         with JobLink(open_connection, SETTINGS.reconnect_seconds) as link:
-            for text in _lines(log_pieces(link, name, offset, follow=True)):
+            for text in _lines(log_pieces(link, name, tail_bytes, follow=True)):
                 yield JobLine(node, text)
         return
-    followers = _Followers(name, nodes, offset)
+    followers = _Followers(name, nodes, tail_bytes)
     first_error: Exception | None = None
     left = len(nodes)
     try:
@@ -99,9 +99,9 @@ def followed_lines(name: str, nodes: Mapping[int, OpenConnection], offset: int) 
 class _Followers:
     """Threads that follow a job on its nodes, one for each; what they read waits in a short queue."""
 
-    def __init__(self, name: str, nodes: Mapping[int, OpenConnection], offset: int) -> None:
+    def __init__(self, name: str, nodes: Mapping[int, OpenConnection], tail_bytes: int | None) -> None:
         self._name = name
-        self._offset = offset
+        self._tail_bytes = tail_bytes
         self._read: queue.Queue[JobLine | _End] = queue.Queue(_MAX_WAITING_LINES)
         self._stopped = threading.Event()
         self._links: list[JobLink] = []
@@ -131,7 +131,7 @@ class _Followers:
     def _follow(self, node: int, link: JobLink) -> None:
         error: Exception | None = None
         try:
-            for text in _lines(log_pieces(link, self._name, self._offset, follow=True)):
+            for text in _lines(log_pieces(link, self._name, self._tail_bytes, follow=True)):
                 self._put(JobLine(node, text))
         except _StoppedError:
             return

@@ -320,7 +320,7 @@ def test_nothing_leaks(node: skyproxy.Node, sky: str) -> None:
         made = node.run(lambda t: [t + 1, t[1:], torch.nn.Linear(2, 2)], x)
     del made
     call = node.submit(lambda: torch.ones(1000))  # never read
-    call._future.result()
+    call._first_event()
     del call
     kept = node.run(lambda: torch.ones(2))
     assert handles(node) == before + 1
@@ -380,7 +380,7 @@ def test_arguments_do_not_live_longer_than_their_call(node: skyproxy.Node, sky: 
 def test_a_call_may_be_dropped_while_a_graph_is_captured(node: skyproxy.Node, sky: str) -> None:
     x = torch.ones(2, device=sky)
     call = node.submit(lambda: torch.ones(1000))
-    call._future.result(60)
+    call._first_event(60)
     graph = torch.sky.SkyGraph()
     with torch.sky.graph(graph):
         y = x + 1

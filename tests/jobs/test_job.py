@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from skyproxy.errors import (
     UnknownJobError,
 )
 from skyproxy.jobs.job import Job, JobStatus, ending_of, status_of
-from skyproxy.jobs.link import JobLink, jobs_hello, log_pieces, send_job
+from skyproxy.jobs.link import JobLink, jobs_hello, log_pieces, result_bytes, send_job
 from skyproxy.jobs.options import JobOptions
 from skyproxy.jobs.submitting import JobWorker, script_of_target, submit_script
 from skyproxy.settings import SETTINGS
@@ -73,7 +74,7 @@ print(*["x" * 99] * 100, "last", sep="\\n")
     with worker_with_jobs(tmp_path / "jobs", limits(max_job_log_bytes=1000)) as (worker, store):
         link = JobLink(opener(worker))
         job = start(opener(worker), payload_of(tmp_path, text, str(gate)))
-        pieces = log_pieces(link, "mine", 0, follow=True)
+        pieces = log_pieces(link, "mine", None, follow=True)
         seen = next(pieces)
         while b"line" not in seen:
             seen += next(pieces)
@@ -245,10 +246,68 @@ def test_the_output_of_a_job_that_prints_without_end_has_one_where_it_is_not_fol
 
     assert (
         list(
-            log_pieces(Printing(lambda timeout_seconds=None: pytest.fail("nothing is opened")), "mine", 0, follow=False)
+            log_pieces(
+                Printing(lambda timeout_seconds=None: pytest.fail("nothing is opened")), "mine", None, follow=False
+            )
         )
         == [b"x\n"] * 3
     )
+
+
+def test_the_last_no_bytes_of_an_output_are_none(tmp_path: Path) -> None:
+    text = """
+import pathlib, sys, time
+print("before", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+print("after")
+"""
+    gate = tmp_path / "gate"
+    with worker_with_jobs(tmp_path / "jobs") as (worker, _):
+        job = start(opener(worker), payload_of(tmp_path, text, str(gate)))
+        assert next(job.logs(follow=True)) == "before"
+        assert list(job.logs(tail_bytes=0)) == []
+        with JobLink(opener(worker)) as link:
+            ask = link.ask
+
+            def ask_and_let_it_go_on(action: str, **value: object) -> tuple[dict[str, Any], bytes]:
+                answer = ask(action, **value)
+                gate.touch()
+                return answer
+
+            link.ask = ask_and_let_it_go_on  # type: ignore[method-assign]
+            assert b"".join(log_pieces(link, "mine", 0, follow=True)) == b"after\n"
+        assert list(job.logs(tail_bytes=0)) == []
+        assert list(job.logs(tail_bytes=1 << 80)) == ["before", "after"]
+        with pytest.raises(ConfigurationError, match="tail_bytes is a number of bytes"):
+            list(job.logs(tail_bytes=-1))
+
+
+class Telling(JobLink):
+    """A worker that sends the bytes of a result as `pieces`, and says that there are `total`."""
+
+    def __init__(self, total: int, pieces: list[bytes]) -> None:
+        super().__init__(lambda timeout_seconds=None: pytest.fail("nothing is opened"))
+        self._total, self._pieces = total, iter(pieces)
+
+    def ask(self, action: str, **value: Any) -> tuple[dict[str, Any], bytes]:
+        return {"total_bytes": self._total}, next(self._pieces)
+
+
+@pytest.mark.parametrize("pieces", [[b"ab", b""], [b"ab", b"cde"], [b"", b"abcd"]])
+def test_a_result_of_another_size_than_the_worker_said_is_refused(pieces: list[bytes]) -> None:
+    with pytest.raises(ProtocolError, match="of the 4 bytes of the result of job mine"):
+        result_bytes(Telling(4, pieces), "mine")
+
+
+def test_a_result_that_comes_in_single_bytes_takes_no_more_memory_than_one_that_does_not() -> None:
+    size = 50_000
+    tracemalloc.start()
+    try:
+        assert result_bytes(Telling(size, [bytes([n % 251]) for n in range(size)]), "mine") is not None
+        assert tracemalloc.get_traced_memory()[1] < 20 * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_node_that_is_gone_keeps_no_other_from_being_cancelled_and_removed(tmp_path: Path) -> None:
