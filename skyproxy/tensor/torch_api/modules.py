@@ -56,11 +56,15 @@ class DeviceMove:
     Args:
         function: makes the new tensor of an old one.
         ready: new tensors that were made already, each with its old one, by the old one's id.
+
+    Attributes:
+        parameters: those of script modules, by their ids: where one was loaded or copied, their class does not say it.
     """
 
     def __init__(self, function: _Function, ready: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> None:
         self._plain = function
         self._ready = ready or {}
+        self.parameters: dict[int, torch.Tensor] = {}
 
     def function(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what becomes of a tensor."""
@@ -74,7 +78,8 @@ class DeviceMove:
         result = self.function(tensor)
         if isinstance(tensor, RemoteTensor) == isinstance(result, RemoteTensor):
             return result
-        return tensor if isinstance(tensor, torch.nn.Parameter) and self._exchange(tensor, result) else result
+        is_parameter = isinstance(tensor, torch.nn.Parameter) or id(tensor) in self.parameters
+        return tensor if is_parameter and self._exchange(tensor, result) else result
 
     def _lazy(self, tensor: Any) -> torch.Tensor:
         """There is nothing to move yet: the tensor only remembers where it will be, and in which dtype."""
@@ -86,10 +91,14 @@ class DeviceMove:
         tensor.data = torch.empty(0, dtype=example.dtype, device="cpu")
         return tensor  # type: ignore[no-any-return]
 
-    def _exchange(self, parameter: torch.nn.Parameter, result: torch.Tensor) -> bool:
+    def _exchange(self, parameter: torch.Tensor, result: torch.Tensor) -> bool:
         gradient, parameter.grad = parameter.grad, None
         try:
-            exchange(parameter, _as_parameter(result, sys.getrefcount(result), parameter.requires_grad))
+            if isinstance(parameter, torch.nn.Parameter):
+                result = _as_parameter(result, sys.getrefcount(result), parameter.requires_grad)
+            elif result.requires_grad is not parameter.requires_grad:
+                result.requires_grad_(parameter.requires_grad)
+            exchange(parameter, result)
         except RuntimeError as error:
             parameter.grad = gradient  # then PyTorch's way for other devices of this kind: a new parameter
             if raised_by_handler(error):
@@ -203,8 +212,11 @@ def _move_ahead(module: torch.nn.Module, fn: _Function, recurse: bool) -> dict[i
 
 def _apply_one(module: torch.nn.Module, fn: DeviceMove, recurse: bool) -> torch.nn.Module:
     before = dict(module._parameters.items())
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    if is_script:
+        fn.parameters.update((id(parameter), parameter) for parameter in before.values() if parameter is not None)
     _plain_apply(module, fn, recurse)
-    if isinstance(module, torch.jit.ScriptModule):
+    if is_script:
         # C++ holds its parameters, and does not see that an object has become another tensor.
         for name, parameter in before.items():
             module._parameters[name] = parameter

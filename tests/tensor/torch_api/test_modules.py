@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import weakref
 from collections.abc import Callable
 
@@ -253,6 +255,33 @@ def test_a_scripted_module_moves_there_trains_and_comes_back(sky1: str) -> None:
     module.cpu()
     assert {t.device.type for t in (*module.parameters(), *module.buffers())} == {"cpu"}
     torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("came_by", ["loading", "copying"])
+def test_a_script_module_whose_parameters_are_plain_tensors_moves(came_by: str, sky1: str) -> None:
+    """C++ makes parameters of no class of their own when it loads or copies."""
+    module = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).eval())
+    if came_by == "loading":
+        file = io.BytesIO()
+        torch.jit.save(module, file)
+        file.seek(0)
+        module = torch.jit.load(file)
+    else:
+        module = copy.deepcopy(module)
+    before = list(module.parameters())
+    assert not any(isinstance(p, nn.Parameter) for p in before)
+    x = torch.randn(4, 3)
+    expected = module(x)
+    module.to(sky1)
+    assert {t.device for t in (*module.parameters(), *module.buffers())} == {torch.device(sky1)}
+    assert all(p is q and q.requires_grad for p, q in zip(before, module.parameters(), strict=True))
+    result = module(x.to(sky1))
+    assert torch.equal(result.cpu(), expected)
+    result.sum().backward()
+    assert {p.grad.device for p in module.parameters() if p.grad is not None} == {torch.device(sky1)}
+    module.cpu()
+    assert {t.device.type for t in (*module.parameters(), *module.buffers())} == {"cpu"}
+    assert torch.equal(module(x), expected)
 
 
 def test_a_module_that_moves_in_inference_mode_stays_trainable(sky: str, sky1: str) -> None:
