@@ -19,6 +19,7 @@ from torch._prims_common import suggest_memory_format
 from skyproxy import patching
 from skyproxy.fake_guard import keep_guard
 from skyproxy.tensor.core.devices import DEVICES
+from skyproxy.tensor.core.remote_tensor import RemoteTensor
 from skyproxy.tensor.core.torch_private import FakeTensor, FakeTensorMode, OpOverload, pytree
 from skyproxy.tensor.shapes.layers import NORMS
 
@@ -57,10 +58,10 @@ def _hinting_cuda(hint: Callable[[object], str]) -> Callable[[object], str]:
 
 
 def _move(mode: FakeTensorMode, values: _Values, source: torch.device, target: torch.device) -> _Values:
-    """Return the same arguments or results with fakes that look alike on `target` for those on `source`."""
+    """Return the same arguments or results with fakes that look alike on `target` for the tensors on `source`."""
 
     def move_one(value: object) -> object:
-        if not isinstance(value, FakeTensor) or value.fake_device != source:
+        if not isinstance(value, torch.Tensor) or value.device != source:
             return value
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=target)
 
@@ -82,8 +83,10 @@ def _asking_worker(dispatch: Callable[..., object]) -> Callable[..., object]:
     ) -> object:
         if op not in _ASKING:
             return dispatch(mode, op, types, args, kwargs)
-        fakes = [a for a in (*args, *kwargs.values()) if isinstance(a, FakeTensor)]
-        device = next((fake.fake_device for fake in fakes if fake.fake_device.type == "sky"), None)
+        # A mode that allows it makes real tensors fake on the way, and another one refuses them.
+        kinds = (FakeTensor, RemoteTensor) if mode.allow_non_fake_inputs else FakeTensor
+        fakes = [a for a in (*args, *kwargs.values()) if isinstance(a, kinds)]
+        device = next((fake.device for fake in fakes if fake.device.type == "sky"), None)
         on_cuda = device is not None and _kind(device) != "cpu"
         if device is None or (on_cuda and op not in _CONVOLUTIONS):
             return dispatch(mode, op, types, args, kwargs)
@@ -106,7 +109,7 @@ def _in_whole_precision(mode: FakeTensorMode, results: object) -> object:
         return results[0], *(noted.to(torch.float32) for noted in results[1:3]), *results[3:]
 
 
-def _ordered_by_cudnn(mode: FakeTensorMode, results: object, images_and_weight: list[FakeTensor]) -> object:
+def _ordered_by_cudnn(mode: FakeTensorMode, results: object, images_and_weight: list[torch.Tensor]) -> object:
     """Return results of a convolution in the order of `cudnn_conv_suggest_memory_format` (ATen/native/ConvUtils.h)."""
     dimensions = images_and_weight[-1].dim()
     wanted = _IN_CHANNELS.get(dimensions)

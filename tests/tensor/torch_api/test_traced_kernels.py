@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from skyproxy.tensor.torch_api import traced_kernels
@@ -135,6 +135,20 @@ def test_convolutions_of_cuda_are_ordered_by_cudnn(name: str, dtype: torch.dtype
 def test_statistics_on_cuda_keep_their_precision(on_cuda: str) -> None:
     _, *found = looks(FUNCTIONS["statistics of layers"], on_cuda, torch.bfloat16)
     assert [dtype for *_, dtype in found] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("name", ["layer norm", "convolution"])
+def test_a_mode_that_allows_real_tensors_makes_those_of_kernels_fake(name: str, sky1: str) -> None:
+    layer, size = {"layer norm": (torch.nn.LayerNorm(3), (2, 3)), "convolution": (torch.nn.Conv1d(2, 4, 1), (2, 3))}[
+        name
+    ]
+    layer.to(sky1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        result = layer(torch.empty(size, device=sky1))
+        assert type(result) is FakeTensor
+        assert result.device == torch.device(sky1)
+    with FakeTensorMode(), pytest.raises(AssertionError, match="Please convert all Tensors to FakeTensors"):
+        layer(torch.empty(size, device=sky1))
 
 
 def test_fakes_of_other_devices_are_as_they_were(sky1: str) -> None:
