@@ -20,7 +20,7 @@ from skyproxy import patching
 from skyproxy.fake_guard import keep_guard
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import FakeTensor, FakeTensorMode, OpOverload, pytree
+from skyproxy.tensor.core.torch_private import FakeTensor, FakeTensorMode, OpOverload, fake_tensors, pytree
 from skyproxy.tensor.shapes.layers import NORMS
 
 _Values = TypeVar("_Values")
@@ -83,9 +83,10 @@ def _asking_worker(dispatch: Callable[..., object]) -> Callable[..., object]:
     ) -> object:
         if op not in _ASKING:
             return dispatch(mode, op, types, args, kwargs)
-        # A mode that allows it makes real tensors fake on the way, and another one refuses them.
-        kinds = (FakeTensor, RemoteTensor) if mode.allow_non_fake_inputs else FakeTensor
-        fakes = [a for a in (*args, *kwargs.values()) if isinstance(a, kinds)]
+        values = (*args, *kwargs.values())
+        fakes: list[torch.Tensor] = [a for a in values if isinstance(a, FakeTensor | RemoteTensor)]
+        if any(isinstance(a, RemoteTensor) for a in fakes) and not _takes_real_tensors(mode):
+            return dispatch(mode, op, types, args, kwargs)  # which refuses them
         device = next((fake.device for fake in fakes if fake.device.type == "sky"), None)
         on_cuda = device is not None and _kind(device) != "cpu"
         if device is None or (on_cuda and op not in _CONVOLUTIONS):
@@ -100,6 +101,12 @@ def _asking_worker(dispatch: Callable[..., object]) -> Callable[..., object]:
         return _move(mode, results, host, device)
 
     return dispatch_as_worker
+
+
+def _takes_real_tensors(mode: FakeTensorMode) -> bool:
+    """Return whether a mode makes real inputs of an op fake, in place of refusing them."""
+    override = fake_tensors.fake_tensor_tls.allow_non_fake_inputs_override
+    return mode.allow_non_fake_inputs if override is None else override
 
 
 def _in_whole_precision(mode: FakeTensorMode, results: object) -> object:
