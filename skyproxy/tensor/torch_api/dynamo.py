@@ -23,6 +23,7 @@ from skyproxy.patching import When
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.generators import KeptRandomState
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor
+from skyproxy.tensor.core.torch_private import disable_current_modes
 from skyproxy.tensor.dispatch import memoized_calls
 from skyproxy.tensor.programs import compiler
 from skyproxy.tensor.torch_api import distributions, sky_module
@@ -65,6 +66,14 @@ def _teach(dynamo: Any) -> None:
             test=f"{_TESTS}::test_nested_functions_and_closures",
             when=When.DYNAMO,
         )
+    patching.wrap(
+        importlib.import_module("torch._subclasses.meta_utils").ViewFunc,
+        "from_tensor",
+        _replaying_strides,
+        why="fakes of jagged rows would repeat the steps of their values' view, whose numbers have no source",
+        test="tests/tensor/torch_api/test_dynamo.py::test_jagged_rows_of_a_view_are_compiled_once",
+        when=When.DYNAMO,
+    )
     _run_higher_order_ops()
     _keep_random_states()
     when_imported(_FIRST_RUNS, _run_below_analysis)
@@ -131,6 +140,35 @@ def _inferring_remote(infer: Callable[..., object]) -> Callable[..., object]:
         return None if type(value) in OWN_CLASSES else infer(value)
 
     return infer_remote
+
+
+def _replaying_strides(from_tensor: Callable[[torch.Tensor], object]) -> object:
+    """Have a fake of jagged rows made of a fake of their base by one step, as for tensors of C++: sizes and strides.
+
+    For tensors of Python, C++ keeps the steps of a view (`view(-1, 2, 4)`, then the rows). Each number in them becomes
+    a symbol, and one that says less than a size is guarded without a source: an internal error.
+    """
+    nested = importlib.import_module("torch.nested._internal.nested_tensor")
+
+    @functools.wraps(from_tensor)
+    def from_remote(tensor: Any) -> object:
+        base = tensor._base if type(tensor) is nested.NestedTensor else None
+        if type(base) is not RemoteTensor or base.dtype is not tensor._values.dtype:
+            return from_tensor(tensor)
+        values, lengths = tensor._values, tensor._metadata_cache
+        with disable_current_modes():
+            tensor = torch._nested_view_from_jagged(
+                base.as_strided(values.size(), values.stride(), values.storage_offset()),
+                tensor._offsets,
+                nested._nt_view_dummy(),
+                tensor._lengths,
+                tensor._ragged_idx,
+                lengths.get("min_seqlen"),
+                lengths.get("max_seqlen"),
+            )
+        return from_tensor(tensor)
+
+    return staticmethod(from_remote)
 
 
 def _run_higher_order_ops() -> None:

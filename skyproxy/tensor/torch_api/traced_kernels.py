@@ -61,7 +61,7 @@ def _move(mode: FakeTensorMode, values: _Values, source: torch.device, target: t
     """Return the same arguments or results with fakes that look alike on `target` for the tensors on `source`."""
 
     def move_one(value: object) -> object:
-        if not isinstance(value, torch.Tensor) or value.device != source:
+        if not isinstance(value, FakeTensor | RemoteTensor) or value.device != source:
             return value
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=target)
 

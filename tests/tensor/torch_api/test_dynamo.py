@@ -126,3 +126,36 @@ assert values[0] == values[1]
 
 def test_the_compiler_may_be_imported_first() -> None:
     succeed(COMPILER_FIRST)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in another shape": lambda x: x.view(-1, 2, 4),
+    "a part": lambda x: x.view(-1, 2, 4)[1:-1],
+    "transposed": lambda x: x.view(2, -1, 4).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("function", ["flatten", "sin", "transpose"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_jagged_rows_of_a_view_are_compiled_once(view: str, function: str, sky: str) -> None:
+    """Inputs of compiled code are made fake with what they are views of."""
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        if function == "transpose":
+            rows = rows.transpose(1, 2) * 2
+        return (rows.flatten(-2) if function == "flatten" else rows.sin()).values()
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    for count in (7, 9, 12):
+        results = []
+        for device in ("cpu", sky):
+            values = VIEWS[view](torch.linspace(0, 1, count * 8).to(device)).requires_grad_()
+            offsets = torch.tensor([0, 2, values.size(0)], device=device)
+            result = (compiled if device == sky else compute)(torch.nested.nested_tensor_from_jagged(values, offsets))
+            result.square().sum().backward()
+            results.append((result.detach().cpu(), values.grad.cpu()))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
