@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from skyproxy import torch_codec
-from skyproxy.errors import RemoteError
+from skyproxy.errors import ProtocolError, RemoteError
 from skyproxy.protocol.messages import CancelTransfer, Chunk, Landed, Message, PackedChunk
 from skyproxy.session.trace import SessionTrace
 from skyproxy.session.waiters import Waiters
@@ -44,11 +44,30 @@ class Downloads:
         if not isinstance(message, Chunk):
             return None
         entry = self._open.get(message.transfer)
-        if entry is None or message.total_bytes != len(entry[1]):
+        if entry is None or not self._is_next(message, entry[1]):
             return None
         return entry[1][message.offset :]
 
+    def _is_next(self, chunk: Chunk | PackedChunk, view: memoryview) -> bool:
+        """Return whether a chunk goes on where the one before ended: each byte comes once, and none is left out."""
+        landed = len(view) - self._missing.get(chunk.transfer, 0)
+        return chunk.total_bytes == len(view) and chunk.offset == landed
+
+    def _check_next(self, chunk: Chunk | PackedChunk) -> None:
+        entry = self._open.get(chunk.transfer)
+        if entry is not None and not self._is_next(chunk, entry[1]):
+            raise ProtocolError(
+                f"the worker sent byte {chunk.offset} of {chunk.total_bytes} of a tensor of {len(entry[1])} bytes, of "
+                f"which {len(entry[1]) - self._missing[chunk.transfer]} have come"
+            )
+
     def on_chunk(self, chunk: Chunk) -> None:
+        """Take note of a piece that came.
+
+        Raises:
+            ProtocolError: it is not the next one of its transfer.
+        """
+        self._check_next(chunk)
         self._note_landed(chunk.transfer, len(chunk.buffers[0]))
         self._confirm_unknown(chunk)
 
@@ -61,16 +80,16 @@ class Downloads:
         """A piece that came compressed.
 
         Raises:
-            ProtocolError: it cannot be unpacked.
+            ProtocolError: it cannot be unpacked, or is not the next one of its transfer.
         """
         self.packed_chunks += 1
         entry = self._open.get(chunk.transfer)
         if entry is None:
             self._confirm_unknown(chunk)
             return
+        self._check_next(chunk)
         raw = unpack(chunk)
-        if chunk.total_bytes == len(entry[1]):  # it fits then: the connection has checked that
-            entry[1][chunk.offset : chunk.offset + len(raw)] = raw
+        entry[1][chunk.offset : chunk.offset + len(raw)] = raw  # it fits: the connection has checked that
         self._note_landed(chunk.transfer, len(raw))
         self._confirm_unknown(chunk)
 

@@ -107,6 +107,7 @@ class Protection:
         self.name, self.hash_wish = name, BLAKE3
         self._recorder = recorder
         self._waiters = waiters
+        waiters.may_repeat = True  # what came behind a snapshot, the next worker does and answers once more
         self._open_anew = open_anew
         self._pending: _Snapshot | None = None
         self._asked: _Snapshot | None = None

@@ -289,14 +289,14 @@ class Session(Requests):
     def _on_reply(self, reply: Reply) -> None:
         if self._trace is not None:
             self._trace.replied(reply.request)
-        waiter = self._waiters.take(reply.request)
+        waiter = self._waiters.take_answered(reply.request)
         if waiter is not None:
             waiter.set(reply.value, tuple(bytes(buffer) for buffer in reply.buffers))
 
     def _on_failure(self, failure: Failure) -> None:
         self._downloads.forget(failure.request)
         error = self._failures.answer(failure.error)
-        waiter = self._waiters.take(failure.request)
+        waiter = self._waiters.take_answered(failure.request) if failure.request else None  # 0: news of a command
         if waiter is not None:
             waiter.fail(error)
 

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from skyproxy import interrupts
-from skyproxy.errors import SessionLostError
+from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.protocol.messages import Buffer, RequestId
 
 
@@ -69,9 +69,15 @@ def _for_one(error: BaseException) -> BaseException:
 
 
 class Waiters:
-    """The open questions of a session, by number."""
+    """The open questions of a session, by number.
+
+    Attributes:
+        may_repeat: whether a worker may answer again what was answered, as one does that takes over from another.
+    """
 
     def __init__(self) -> None:
+        self.may_repeat = False
+        self._abandoned: set[int] = set()
         self._open: dict[int, Waiter] = {}
         self._numbers = itertools.count(1)
         self._ended: BaseException | None = None
@@ -108,8 +114,23 @@ class Waiters:
         """The waiter of an answer that came; None if nobody waits for it any more."""
         return self._open.pop(number, None)
 
+    def take_answered(self, number: int) -> Waiter | None:
+        """The same of a question that has one answer: whose answer bears another number would be waited for forever.
+
+        Raises:
+            ProtocolError: nobody has asked this, or it was answered before.
+        """
+        waiter = self._open.pop(number, None)
+        if waiter is None and self._ended is None:
+            is_asked = 0 < number < next(self._numbers)
+            if not is_asked or not (number in self._abandoned or self.may_repeat):
+                raise ProtocolError(f"the worker answered question {number}, which waits for no answer")
+            self._abandoned.discard(number)
+        return waiter
+
     def abandon(self, number: int) -> None:
         """Nobody waits for this answer any more; it is dropped when it comes."""
+        self._abandoned.add(number)
         self._open.pop(number, None)
 
     def end(self, error: BaseException) -> None:

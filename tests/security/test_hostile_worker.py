@@ -28,6 +28,7 @@ from skyproxy.protocol.messages import (
     Message,
     Pong,
     Reply,
+    RequestId,
     Warned,
     Welcome,
 )
@@ -175,6 +176,28 @@ def test_whatever_a_worker_answers_nobody_waits_for_ever_and_errors_are_ours(
     for error in attack.outcomes:
         assert "\x1b" not in "".join([str(error), *getattr(error, "__notes__", [])])
     assert "\x1b" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda number: Reply(number, {"handles": 1, "bytes": 8}), lambda number: Failure(number, {})]
+)
+@pytest.mark.parametrize("number", [1 << 40, 2, -1])
+def test_an_answer_under_another_number_ends_the_wait_and_names_it(
+    number: int, answer: Callable[[RequestId], Message]
+) -> None:
+    attack = Attack(0)
+    asking = threading.Thread(target=attack._ask, args=(lambda: attack.session.call("stats"),), daemon=True)
+    asking.start()
+    try:
+        attack._worker.recv(20)
+        attack._worker.repeat(answer(RequestId(number)))
+        asking.join(20)
+        assert not asking.is_alive()
+        (error,) = attack.outcomes
+        assert isinstance(error, SessionLostError)
+        assert f"answered question {number}" in str(error)
+    finally:
+        attack.session.close()
 
 
 def test_warnings_of_a_worker_have_bounds() -> None:

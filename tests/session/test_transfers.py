@@ -174,6 +174,38 @@ def test_a_malformed_packed_chunk_is_a_protocol_error() -> None:
         downloads.on_packed_chunk(PackedChunk(number, 0, 8000, 4000, 4, (b"\xff\xff",)))
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("offset", "total"), [(0, 8000), (2000, 8000), (4004, 8000), (4000, 8004), (4000, 4000)], ids=str
+)
+def test_a_piece_that_is_not_the_next_one_is_refused_and_lands_nowhere(
+    offset: int, total: int, is_packed: bool
+) -> None:
+    """Else memory that nothing was written to would count as values."""
+    waiters = Waiters()
+    downloads = Downloads(waiters)
+    target = torch.zeros(2000, dtype=torch.int32)
+    number, waiter = waiters.open(keep_alive=target)
+    downloads.open(number, target)
+    data = bytes(torch_codec.byte_view(torch.arange(1, 1001, dtype=torch.int32)))
+    first = Chunk(number, 0, 8000, (data,))
+    sink = downloads.sink(first)
+    assert sink is not None
+    sink[: len(data)] = data
+    downloads.on_chunk(first)
+    with pytest.raises(ProtocolError, match="of which 4000 have come"):
+        if is_packed:
+            packed = pack(data, 4)
+            assert packed is not None
+            downloads.on_packed_chunk(PackedChunk(number, offset, total, 4000, 4, (packed,)))
+        else:
+            wrong = Chunk(number, offset, total, (data,))
+            assert downloads.sink(wrong) is None
+            downloads.on_chunk(wrong)
+    assert not waiter.done
+    assert target[1000:].eq(0).all()
+
+
 def test_an_upload_that_was_interrupted_while_it_was_announced_is_cancelled(sender: Sender) -> None:
     def strike() -> None:
         sender.announced.append(1)

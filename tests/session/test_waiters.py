@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from skyproxy import interrupts
-from skyproxy.errors import SessionLostError
+from skyproxy.errors import ProtocolError, SessionLostError
 from skyproxy.session.waiters import Waiter, Waiters
 
 
@@ -29,6 +29,41 @@ def test_only_the_first_answer_counts() -> None:
     waiter.set(2)
     waiter.fail(ValueError())
     assert waiter.wait() == 1
+
+
+@pytest.mark.parametrize("number", [0, -1, 2, 4, 1 << 62])
+def test_an_answer_to_what_nobody_asked_or_that_was_answered_is_refused(number: int) -> None:
+    waiters = Waiters()
+    first, _ = waiters.open()
+    second, waiter = waiters.open()
+    assert waiters.take_answered(second) is waiter
+    with pytest.raises(ProtocolError, match=f"answered question {number}, which waits for no answer"):
+        waiters.take_answered(number)
+    assert waiters.take_answered(first) is not None
+
+
+def test_an_answer_that_nobody_waits_for_any_more_may_come_once() -> None:
+    waiters = Waiters()
+    number, _ = waiters.open()
+    waiters.abandon(number)
+    assert waiters.take_answered(number) is None
+    with pytest.raises(ProtocolError):
+        waiters.take_answered(number)
+
+
+def test_a_worker_that_takes_over_may_answer_again() -> None:
+    waiters = Waiters()
+    waiters.may_repeat = True
+    number, waiter = waiters.open()
+    assert waiters.take_answered(number) is waiter
+    assert waiters.take_answered(number) is None
+
+
+def test_answers_behind_the_end_are_nobodys() -> None:
+    waiters = Waiters()
+    number, _ = waiters.open()
+    waiters.end(SessionLostError("gone"))
+    assert waiters.take_answered(number) is None
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="such a signal cannot be made here")
