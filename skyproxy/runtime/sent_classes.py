@@ -37,6 +37,8 @@ _globals: weakref.WeakValueDictionary[tuple[str, object], Globals] = weakref.Wea
 """The globals that functions of main files share, by session and file."""
 _lock = threading.Lock()
 _making = threading.RLock()
+_silenced: list[tuple[object, object]] = []
+"""What stands for an `__init_subclass__` while a class is being made, and that itself."""
 
 
 class Globals(Protocol):
@@ -55,6 +57,7 @@ def complete(kind: type, reduced: Any) -> Any:
     if not isinstance(reduced, tuple) or reduced[0] not in (_MAKE_CLASS, _MAKE_ENUM):
         return reduced
     make, arguments, (state, slots), *others = reduced
+    state = _with_own_hook(state)
     if make is _MAKE_CLASS:
         *first, attributes, number, extra = arguments
         attributes = {**attributes, "__qualname__": kind.__qualname__}
@@ -67,6 +70,13 @@ def complete(kind: type, reduced: Any) -> Any:
     if kind.__module__ == MAIN and kind in (vars(sys.modules[MAIN]).get(kind.__qualname__), _named.get(_key(kind))):
         arguments = (*arguments[:-1], IN_MAIN)
     return make, arguments, (state, slots), *others
+
+
+def _with_own_hook(state: dict[str, object]) -> dict[str, object]:
+    """Return what was read of a class, with its own `__init_subclass__` where another one stood in its place."""
+    hook = state.get("__init_subclass__")
+    own = next((own for stand_in, own in list(_silenced) if stand_in is hook), hook)
+    return state if own is hook else {**state, "__init_subclass__": own}
 
 
 def _complete_enum(
@@ -130,7 +140,8 @@ def _make_class(
 def _telling_no_bases(bases: tuple[object, ...]) -> Iterator[None]:
     """Have no base's `__init_subclass__` told of a class here: where the class was defined it was, with its keywords.
 
-    What that changed came with the class and its bases.
+    What that changed came with the class and its bases. Other threads see nothing of it: their subclasses are told of,
+    what they write of a base has its own hook, and a hook that they set meanwhile stays.
     """
     kinds = [kind for kind in types.resolve_bases(bases) if isinstance(kind, type)]
     told = [base for kind in kinds for base in kind.__mro__ if base in _made and "__init_subclass__" in vars(base)]
@@ -147,14 +158,19 @@ def _telling_no_bases(bases: tuple[object, ...]) -> Iterator[None]:
         return classmethod(__init_subclass__)
 
     with _making:
-        plain = {base: vars(base)["__init_subclass__"] for base in told}
+        silent_already = [silent for silent, _ in _silenced]  # by this thread, in the midst of another class
+        plain = [(base, vars(base)["__init_subclass__"]) for base in told]
+        hooks = [(base, stand_in(own), own) for base, own in plain if own not in silent_already]
+        _silenced.extend((silent, own) for _, silent, own in hooks)
         try:
-            for base, hook in plain.items():
-                type.__setattr__(base, "__init_subclass__", stand_in(hook))
+            for base, silent, _ in hooks:
+                type.__setattr__(base, "__init_subclass__", silent)
             yield
         finally:
-            for base, hook in plain.items():
-                type.__setattr__(base, "__init_subclass__", hook)
+            for base, silent, own in hooks:
+                if vars(base).get("__init_subclass__") is silent:
+                    type.__setattr__(base, "__init_subclass__", own)
+            del _silenced[len(silent_already) :]
 
 
 def _make_enum(
