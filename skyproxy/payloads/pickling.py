@@ -25,7 +25,7 @@ from skyproxy.errors import ProtocolError
 from skyproxy.interrupts import raised_by_handler
 from skyproxy.payloads.exceptions import reduce_exception
 from skyproxy.payloads.projects import project_by_value, reduce_decorated
-from skyproxy.payloads.tensors import Refer, Row, TensorReader, TensorTable
+from skyproxy.payloads.tensors import Refer, Row, TensorReader, TensorTable, is_strided_nested
 from skyproxy.protocol.messages import Buffer
 from skyproxy.runtime.sent_classes import complete, find_stand_in, reduce_type_parameter
 from skyproxy.runtime.sources import SourceTable
@@ -119,6 +119,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: object) -> Any:
         if is_wrapper(obj):
             return _reduce_wrapper(obj)
+        if isinstance(obj, torch.Tensor) and is_strided_nested(obj):
+            return _make_nested, (obj.detach().unbind(), obj.requires_grad)
         if isinstance(obj, types.ModuleType) and obj.__name__ == "torch.sky":
             # cloudpickle imports submodules that a function may mean, and takes `torch` beside `import skyproxy as sky`
             # for this one. Workers have the real devices, and no such module.
@@ -134,6 +136,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         special: Callable[[Any], object] | None = _SPECIAL.get(type(obj))
         if isinstance(obj, BaseException):
             special = reduce_exception
+        elif isinstance(obj, torch._C.Generator):
+            special = _reduce_generator
         if special is not None and (reduced := special(obj)) is not NotImplemented:
             return reduced
         if self._sends_projects and isinstance(obj, types.FunctionType):
@@ -189,14 +193,37 @@ def _reduce_weak_mapping(
     return type(mapping), (dict(mapping),)
 
 
+def _reduce_generator(generator: torch.Generator) -> object:
+    # Its device may have another name there. A tensor with the state would stay on a worker, and has to be on the CPU.
+    return _make_generator, (generator.device, generator.get_state().numpy().tobytes())
+
+
+def _make_generator(device: torch.device, state: bytes) -> torch.Generator:
+    return torch.Generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _make_nested(rows: Sequence[torch.Tensor], requires_grad: bool) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(rows)).requires_grad_(requires_grad)
+
+
+def _reduce_packed_sequence(sequence: torch.nn.utils.rnn.PackedSequence) -> object:
+    data, batch_sizes, *indices = sequence
+    return _make_packed_sequence, (type(sequence), data, batch_sizes.tolist(), *indices)
+
+
+def _make_packed_sequence(kind: Any, data: torch.Tensor, batch_sizes: list[int], *indices: object) -> object:
+    return kind(data, torch.tensor(batch_sizes, dtype=torch.int64, device="cpu"), *indices)  # whatever device data has
+
+
 _SPECIAL: dict[type, Callable[[Any], object]] = {
+    torch.nn.utils.rnn.PackedSequence: _reduce_packed_sequence,
     functools.cached_property: _reduce_cached_property,
     functools._lru_cache_wrapper: _reduce_cached_function,
     weakref.WeakKeyDictionary: _reduce_weak_mapping,  # `functools.singledispatch` has one
     weakref.WeakValueDictionary: _reduce_weak_mapping,
     **dict.fromkeys((typing.ParamSpec, typing.TypeVarTuple, typing.NewType), reduce_type_parameter),
 }
-"""Types that neither pickle nor cloudpickle can write, though they are made of what they can."""
+"""Types that pickle and cloudpickle cannot write so that they can be read, though they are made of what can be."""
 
 
 def pickle_simple(value: object) -> Pickled:

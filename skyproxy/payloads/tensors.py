@@ -188,7 +188,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.device.type in ("cpu", "cuda")
         and not tensor.is_quantized
+        and not tensor.is_nested
     )
+
+
+def is_strided_nested(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is made of others, of different sizes, and not of the jagged layout."""
+    return tensor.is_nested and tensor.layout is torch.strided
 
 
 def memory_for(tables: dict[str, Any], count: int) -> Callable[[int, int], tuple[Any, memoryview]]:

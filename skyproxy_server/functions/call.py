@@ -66,6 +66,7 @@ class FunctionCall:
         nursery: Nursery | None = None,
         threads: CallThreads | None = None,
         settle: Callable[[], object] = lambda: None,
+        check_kept: Callable[[Sequence[torch.Tensor]], object] = lambda kept: None,
     ) -> None:
         self.identity = identity
         self.session = session
@@ -93,6 +94,8 @@ class FunctionCall:
         self._threads = threads or CallThreads()
         self._settle = settle
         """Waits until what the function has made is computed, where whoever reads it would not."""
+        self._check_kept = check_kept
+        """Raises where tensors of a result cannot stay on the worker."""
         self._thread: threading.Thread | None = None
         self._is_in_thread = False
         """True when something may be raised in that thread: it is this call's, until `_leave`."""
@@ -348,6 +351,7 @@ class FunctionCall:
             pickled, kept = returning.pickle(value)
         except Exception as error:
             raise TypeError(returning.explain(kind, value, self.name, error)) from error
+        self._check_kept(kept)
         self._settle()
         if kind == "item":
             self._wait_for_items()

@@ -35,7 +35,7 @@ from skyproxy_server.functions import output, terminal
 from skyproxy_server.functions.call import FunctionCall
 from skyproxy_server.functions.events import OutgoingEvent
 from skyproxy_server.functions.known_functions import KnownFunction
-from skyproxy_server.functions.lent_tensors import Borrowed, handle_of, kind_of
+from skyproxy_server.functions.lent_tensors import Borrowed, check_lendable, handle_of, kind_of
 from skyproxy_server.functions.memory_files import bytes_of, read_into, write_pieces
 from skyproxy_server.gates import storage_key
 
@@ -68,7 +68,13 @@ class IsolatedFunction:
         # The worker takes items one by one, and holds as many as may wait.
         settings = dataclasses.replace(SETTINGS, max_waiting_items=1)
         self._call = FunctionCall(
-            start["identity"], start["session"], start["devices"], settings, Activity(), settle=wait_for_gpus
+            start["identity"],
+            start["session"],
+            start["devices"],
+            settings,
+            Activity(),
+            settle=wait_for_gpus,
+            check_kept=check_lendable,
         )
         self._call.events.attach(self, 0)
 

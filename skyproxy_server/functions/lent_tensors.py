@@ -204,10 +204,21 @@ def _key_of(tensor: torch.Tensor) -> int:
         or tensor.device.type not in ("cpu", "cuda")
     ):
         raise TypeError(
-            f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device} has no memory that a process of "
-            "its own could be lent. Call the function without isolate=True, or pass a strided tensor."
+            f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device} has no memory that could be "
+            "lent to a process of its own, or by one. Call the function without isolate=True, or let the tensor be "
+            "a strided one."
         )
     return key
+
+
+def check_lendable(tensors: Sequence[torch.Tensor]) -> None:
+    """Check that the memory of these can go to another process.
+
+    Raises:
+        TypeError: one of them has none.
+    """
+    for tensor in tensors:
+        _key_of(tensor)
 
 
 def _can_move(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from skyproxy.payloads.pickling import Pickled, Pickler, is_wrapper, pickle_simp
 from skyproxy.payloads.plain import NotPlainError
 from skyproxy.payloads.plain_writing import to_plain
 from skyproxy.payloads.rebuilding import PartOfException
+from skyproxy.payloads.tensors import is_strided_nested
 from skyproxy.payloads.unpicklable import first_unpicklable
 from skyproxy.runtime.call_groups import is_simple
 from skyproxy_server.gates import storage_key
@@ -122,7 +123,8 @@ def _look(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _is_special(tensor: torch.Tensor) -> bool:
-    return tensor.is_quantized or torch.nn.parameter.is_lazy(tensor) or is_wrapper(tensor)
+    made_of_others = is_wrapper(tensor) or is_strided_nested(tensor)
+    return tensor.is_quantized or torch.nn.parameter.is_lazy(tensor) or made_of_others
 
 
 def describe_error(error: BaseException, plain: bool = False) -> tuple[dict[str, Any], Pickled | None]:

@@ -413,3 +413,42 @@ def test_cached_and_dispatching_functions_travel_as_code(node: skyproxy.Node) ->
 
     assert node.run(use) == (2, 3, "int", "other", 2)
     assert node.run(cached, 2) == 3
+
+
+def test_packed_sequences_are_arguments_and_results(node: skyproxy.Node, sky: str) -> None:
+    rows = [torch.arange(3.0), torch.arange(2.0)]
+    packed = torch.nn.utils.rnn.pack_sequence([row.to(sky) for row in rows])
+    for sent in (packed, torch.nn.utils.rnn.pack_sequence(rows)):
+        made = node.run(lambda given: (given, torch.nn.utils.rnn.pack_sequence([given.data])), sent)
+        assert [one.data.device.type for one in made] == ["sky", "sky"]
+        assert [one.batch_sizes.device.type for one in made] == ["cpu", "cpu"]
+        unpacked, sizes = torch.nn.utils.rnn.pad_packed_sequence(made[0], batch_first=True)
+        assert (unpacked.tolist(), sizes.tolist()) == ([[0, 1, 2], [0, 1, 0]], [3, 2])
+    assert made[1].batch_sizes.tolist() == [1] * 5
+
+
+def test_generators_are_arguments_and_results_in_the_state_that_they_had(node: skyproxy.Node, sky: str) -> None:
+    def draw(generator: torch.Generator) -> tuple[list[float], torch.Generator]:
+        return torch.rand(2, generator=generator).tolist(), generator
+
+    expected, after = draw(torch.Generator().manual_seed(3))
+    for device in ("cpu", sky):
+        generator = torch.Generator(device=device).manual_seed(3)
+        drawn, came = node.run(draw, generator)
+        assert drawn == expected
+        assert torch.equal(came.get_state(), after.get_state())
+        assert torch.rand(2, device=device, generator=generator).tolist() == expected
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_strided_nested_tensors_are_arguments_and_results(node: skyproxy.Node, sky: str) -> None:
+    rows = [torch.arange(2.0), torch.arange(3.0)]
+    for sent in (torch.nested.nested_tensor(rows), torch.nested.nested_tensor(rows, device=sky, requires_grad=True)):
+        made = node.run(lambda given: {"doubled": given.detach() * 2, "same": given}, sent)
+        for name, factor in {"doubled": 2, "same": 1}.items():
+            assert made[name].is_nested
+            assert made[name].device.type == "sky"
+            assert [row.tolist() for row in made[name].unbind()] == [(row * factor).tolist() for row in rows]
+        assert made["same"].requires_grad is sent.requires_grad
+    by_value = node.submit(lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), results="value").result()
+    assert (by_value.device.type, [len(row) for row in by_value.unbind()]) == ("cpu", [1, 2])
