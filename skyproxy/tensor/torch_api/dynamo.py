@@ -21,7 +21,7 @@ from skyproxy import patching, torch_versions
 from skyproxy.import_watcher import when_imported
 from skyproxy.patching import When
 from skyproxy.tensor.core.devices import DEVICES
-from skyproxy.tensor.core.generators import KeptRandomState
+from skyproxy.tensor.core.generators import KeptRandomState, SkyGenerator
 from skyproxy.tensor.core.remote_tensor import OWN_CLASSES, RemoteTensor
 from skyproxy.tensor.core.torch_private import disable_current_modes
 from skyproxy.tensor.dispatch import memoized_calls
@@ -130,7 +130,10 @@ def _leave_out_own_frames() -> None:
 
 def _wrapping_remote(wrap: Callable[..., object]) -> Callable[..., object]:
     def wrap_remote(self: Any, value: object) -> object:
-        return self.wrap_tensor(value) if type(value) in OWN_CLASSES else wrap(self, value)
+        if type(value) in OWN_CLASSES:
+            return self.wrap_tensor(value)
+        # As one of PyTorch's own class: what draws from it is left out of the graph.
+        return self.wrap_user_defined(value) if isinstance(value, SkyGenerator) else wrap(self, value)
 
     return wrap_remote
 

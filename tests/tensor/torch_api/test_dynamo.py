@@ -128,6 +128,42 @@ def test_the_compiler_may_be_imported_first() -> None:
     succeed(COMPILER_FIRST)
 
 
+def drawing_twice(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.rand(3, generator=generator, device=x.device)
+    return x.sin() + noise * torch.bernoulli(x.detach(), generator=generator)
+
+
+def seeding(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    generator.manual_seed(7)
+    return x * 2 + torch.empty_like(x).normal_(generator=generator)
+
+
+def going_back(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    state = generator.get_state()
+    first = torch.randn(3, generator=generator, device=x.device)
+    generator.set_state(state)
+    return first - x * torch.randn(3, generator=generator, device=x.device)
+
+
+def making_its_own(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    own = torch.Generator(device=x.device).manual_seed(generator.initial_seed())
+    return x + torch.randint(9, (3,), generator=own, device=x.device)
+
+
+@pytest.mark.parametrize("function", [drawing_twice, seeding, going_back, making_its_own])
+def test_compiled_code_draws_from_generators(function: Callable[..., torch.Tensor], sky: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager")
+    results = []
+    for device, compute in (("cpu", function), (sky, compiled)):
+        generator = torch.Generator(device=device).manual_seed(3)
+        x = torch.tensor([0.0, 0.5, 1.0], device=device)
+        drawn = [compute(x, generator) for _ in range(3)]
+        results.append([t.cpu() for t in (*drawn, torch.rand(2, generator=generator, device=device))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    torch._dynamo.reset()
+
+
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in another shape": lambda x: x.view(-1, 2, 4),
     "a part": lambda x: x.view(-1, 2, 4)[1:-1],
