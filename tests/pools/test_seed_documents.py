@@ -302,6 +302,7 @@ def run_program(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small language model with a tokenizer and a chat template, all made here."""
+    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("model")
     file = folder / "make.py"
     file.write_text(MODEL)
