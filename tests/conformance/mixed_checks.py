@@ -16,6 +16,7 @@ from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo
 from torch.utils import _pytree as pytree
 
 from tests.conformance.op_checks import SEED, UNDEFINED_VALUES, Tally, settle
+from tests.conformance.program_looks import bits
 from tests.conformance.twins import Twins
 
 _CRASHES_LOCALLY = frozenset({"_chunk_cat"})
@@ -254,7 +255,7 @@ class _Checks:
                 self.tally.problems.append(f"{what}: {type(error).__name__}: {text[:300]}")
             settle()
             for leaf, copy in before:
-                if leaf.shape != copy.shape or not torch.equal(leaf.isnan(), copy.isnan()) or not _close(leaf, copy):
+                if leaf.shape != copy.shape or not torch.equal(bits(_local(leaf)), bits(_local(copy))):
                     self.tally.problems.append(f"{what}: refused, and changed all the same")
             return
         if self._op.name in UNDEFINED_VALUES or self._op.name in _GROW:
@@ -265,7 +266,7 @@ class _Checks:
                 for side in (result, expected)
             )
             for a, b in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(_local(a), _local(b), equal_nan=True)
+                torch.testing.assert_close(_local(a), _local(b), rtol=0, atol=0, equal_nan=True)
         except Exception as error:
             self.tally.problems.append(f"{what}: wrong: {' '.join(str(error).split())[:300]}")
             settle()
@@ -278,7 +279,3 @@ def _call(op: Any, on: tuple[Any, dict[str, Any]]) -> Any:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu()
     return (tensor if tensor.layout is torch.strided else tensor.to_dense()).resolve_conj().resolve_neg()
-
-
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(_local(a).nan_to_num(), _local(b).nan_to_num())

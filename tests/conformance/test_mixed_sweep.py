@@ -57,6 +57,15 @@ def _refused_too_late(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _rounded_otherwise(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y + 2.0**-21 if x.device != y.device else x + y
+
+
+def _right_in_half_precision(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    _refuse(x, y, *([] if out is None else [out]))
+    return torch.complex(x.half(), y.half()) if out is None else torch.complex(x.half(), y.half(), out=out)
+
+
 def _kwargs_taken_for_numbers(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     if out is not None and out.device != x.device:
         return out
@@ -70,10 +79,15 @@ def _kwargs_taken_for_numbers(x: torch.Tensor, y: torch.Tensor, out: torch.Tenso
         (_entry(_right, inplace_variant=_lost_write), "wrong"),
         (_entry(_right, inplace_variant=_refused_too_late), "refused, and changed all the same"),
         (_entry(_kwargs_taken_for_numbers, supports_out=True), "wrong"),
+        (_entry(_right_in_half_precision, supports_out=True), ""),
+        (_entry(_rounded_otherwise), "wrong"),
         (_entry(lambda x, y: x * 2 if x.device != y.device else x + y), "wrong"),
         (_entry(lambda x, y: x + y if x.device == y.device else 1 // 0), "ZeroDivisionError"),
     ],
-    ids=["right", "lost write", "late refusal", "lost result", "wrong value", "another error"],
+    ids=[
+        *("right", "lost write", "late refusal", "lost result", "complex numbers of half precision", "last bit"),
+        *("wrong value", "another error"),
+    ],
 )
 def test_a_difference_is_found(entry: Any, found: str, sky_devices: tuple[str, str]) -> None:
     tally = check_mixed(entry, sky_devices[1], sky_devices[0])
