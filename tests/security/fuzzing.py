@@ -29,7 +29,7 @@ from skyproxy.settings import SETTINGS
 from skyproxy_server.executor import Executor
 from skyproxy_server.gates import Gates
 from skyproxy_server.transfers import Transfers
-from tests.security.seed_forms import all_seeds, bytes_of, copied, varied
+from tests.security.seed_forms import all_seeds, bytes_of, changed_parts, copied, varied
 from tests.security.seeds import Seed
 
 CALL_SECONDS = 15
@@ -180,6 +180,8 @@ def _hostile(leaf: Any, chance: random.Random) -> Any:
 
 
 def _hostile_tensor(leaf: torch.Tensor, chance: random.Random) -> torch.Tensor | None:
+    if leaf.is_nested:
+        return changed_parts(leaf, chance)
     if leaf.layout is not torch.strided:
         return None if chance.random() < 0.3 else leaf.to_dense()
     if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex and leaf.dtype is not torch.bool and leaf.numel():

@@ -159,6 +159,24 @@ def varied(leaves: list[Any], chance: random.Random) -> list[Any]:
     return leaves
 
 
+def changed_parts(nested: Tensor, chance: random.Random) -> Tensor | None:
+    """A strided nested tensor with a part less, an empty or a flat one; a part alone; or nothing."""
+    parts = list(nested.unbind())
+    place = chance.randrange(len(parts))
+    match chance.randrange(5):
+        case 0:
+            return None
+        case 1:
+            return parts[place]
+        case 2:
+            del parts[place]
+        case 3:
+            parts[place] = parts[place][..., :0]
+        case _:
+            parts = [part.reshape(-1) for part in parts]
+    return torch.nested.as_nested_tensor(parts)
+
+
 def copied(tensor: Tensor) -> Tensor:
     """The same tensor in a memory of its own, gaps, overlaps and what lies beside it included."""
     if tensor.layout is not torch.strided or tensor.is_nested:
