@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from skyproxy.errors import ProtocolError
@@ -357,28 +357,36 @@ COMMANDS = [
 
 @settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(COMMANDS), max_size=25))
+@example([COMMANDS[2], [commands.EXPECT, LOOKS, RELU, 1, 14], COMMANDS[8], COMMANDS[0]])  # watched from then on
 def test_a_batch_is_run_in_the_steps_of_the_walk_whatever_fails(written: list[list[Any]]) -> None:
     worker = Worker()
     worker.values.update({1: torch.ones(2), 2: torch.zeros(3, 2), 3: torch.tensor([9])})
     stream = [item for command in written for item in command]
     expected = commands.walk(stream, worker.executor.state.ops.widths)
     behind_expect = {commands.op_at(stream, at) for at in expected if stream[at] == commands.EXPECT}
-    handlers, visited = worker.executor.state.ops.handlers, []
-
-    def noting(number: int) -> commands.Handler:
-        def handler(slots: dict[int, Any], stream: list[Any], position: int) -> int:
-            visited.append(position)
-            return own(slots, stream, position)
-
-        own = handlers[number]
-        assert own is not None
-        return handler
-
-    for number in {stream[at] for at in expected if at not in behind_expect}:
-        handlers[number] = noting(number)
+    ops, visited = worker.executor.state.ops, list[int]()
+    ops.handlers = _NotingHandlers(ops.handlers, visited)
     gated = _gated_positions(worker)
     worker.run(*stream)
     assert sorted({*visited, *gated}) == [at for at in expected if at not in behind_expect]
+
+
+class _NotingHandlers(list[Any]):
+    """Handlers that note where they are called, also those that take the place of others during a batch."""
+
+    def __init__(self, handlers: list[Any], positions: list[int]) -> None:
+        super().__init__(handlers)
+        self._positions = positions
+
+    def __getitem__(self, number: Any) -> Any:
+        handler = super().__getitem__(number)
+
+        def noting(slots: dict[int, Any], stream: list[Any], position: int) -> int:
+            self._positions.append(position)
+            following: int = handler(slots, stream, position)
+            return following
+
+        return noting
 
 
 def _gated_positions(worker: Worker) -> list[int]:

@@ -439,7 +439,7 @@ class SnapshotsOfASession(RuleBasedStateMachine):
                 return ""
             assert answer["type"] == "SnapshotError", answer
             assert is_empty(other.state)
-            assert other.call("save_snapshot", "fresh")["snapshot"] == "1"  # the session goes on
+            assert other.call("save_snapshot", f"after{number}")["snapshot"] == "1"  # the session goes on
             return str(answer["message"])
 
     @invariant()
