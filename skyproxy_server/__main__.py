@@ -23,6 +23,7 @@ from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.checkpoints import remove_left_folders
 from skyproxy.runtime.descendants import MARK_VARIABLE, end_marked
 from skyproxy.runtime.lifecycle import close_at_once
+from skyproxy.runtime.scratch import remove_abandoned
 from skyproxy.settings import SETTINGS
 from skyproxy.snapshots.stores import is_address, open_store
 from skyproxy_server import audit, auth, forked_processes
@@ -120,6 +121,7 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str], ending: contextlib.
         session_host = ending.enter_context(contextlib.closing(_session_host(arguments, devices, blobs)))
     logger.info("devices: %s", ", ".join(_name(row) for row in devices))
     remove_left_folders()
+    remove_abandoned()
     if not wait_for_ports(arguments.host, arguments.after_port, stop):
         return 0
     apart = options.asks_for_processes(arguments) or (processes is not None and processes.has_users)

@@ -12,7 +12,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from skyproxy.runtime.descendants import end_marked
 from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, instance_info
 from skyproxy.runtime.lifecycle import port_for
 from skyproxy.runtime.project_code import PROJECT_CODE, pack_files, unpack_files
+from skyproxy.runtime.scratch import scratch
 from skyproxy.settings import SETTINGS
 
 PROCESS_COUNTS = ("gpu", "cpu", "auto")
@@ -210,10 +210,10 @@ def run_script(script: Script) -> None:
     with contextlib.ExitStack() as stack:
         folder = script.folder
         if script.files is not None:
-            copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyproxy-script-")))
+            copies = stack.enter_context(scratch("script"))
             unpack_files(copies, script.files)
             folder = str(copies / "0")
-        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyproxy-torchrun-")))
+        own = stack.enter_context(scratch("torchrun"))
         report = own / REPORT
         command = agent_command(script, info, folder, own, os.getpid())
         environment = agent_environment(script, folder, info)

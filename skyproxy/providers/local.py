@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError, WorkerStartError
@@ -18,6 +16,7 @@ from skyproxy.providers.base import Endpoint, Progress, Report, WorkerSpec, refu
 from skyproxy.providers.environments import Environment, EnvironmentStore, own_environment_satisfies
 from skyproxy.providers.image import Image
 from skyproxy.runtime.instance import POOL_VARIABLE, InstanceInfo, Peer, count_accelerators
+from skyproxy.runtime.scratch import make_scratch, remove_scratch
 from skyproxy.session.forking import ForkServer, can_fork
 from skyproxy.session.local_worker import LocalWorker, worker_environment
 from skyproxy.settings import SETTINGS
@@ -132,7 +131,7 @@ class LocalWorkers:
         self._environment = environment
         self._workers: list[LocalWorker | None] = [None] * spec.world_size
         self._head_port = free_port()
-        self._includes: str | None = None
+        self._includes: Path | None = None
         self._server: ForkServer | None = None
         self._closed = False
 
@@ -140,9 +139,9 @@ class LocalWorkers:
         """Starts every rank; concurrently, for loading torch takes its time."""
         paths = self._image.included_paths()
         if paths:
-            self._includes = tempfile.mkdtemp(prefix="skyproxy-includes-")
+            self._includes = make_scratch("includes")
             for path in paths:
-                (Path(self._includes) / path.name).symlink_to(path)
+                (self._includes / path.name).symlink_to(path)
         report(Progress("bootstrapping", None, f"starting {_processes(self._spec.world_size)} on this machine"))
         if self._spec.world_size >= _MANY and can_fork(self._device):
             await self._start_server()
@@ -188,7 +187,7 @@ class LocalWorkers:
             search = [self._environment.search_path]
             variables["PYTHONNOUSERSITE"] = "1"
         if self._includes is not None:
-            search.insert(0, self._includes)
+            search.insert(0, str(self._includes))
         variables["PYTHONPATH"] = os.pathsep.join(part for part in search if part)
         node, local_rank = divmod(rank, procs)
         devices = devices_of_node(spec.first_node + node, spec.of_nodes or spec.nodes) if self._device != "cpu" else []
@@ -261,7 +260,7 @@ class LocalWorkers:
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
         if self._includes is not None:
-            shutil.rmtree(self._includes, ignore_errors=True)
+            remove_scratch(self._includes)
 
 
 def cache_folder() -> Path:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from skyproxy.errors import ConfigurationError
 from skyproxy.runtime.calls import current_call
+from skyproxy.runtime.scratch import hold, remove_if_unheld
 
 CHECKPOINT_VARIABLE = "SKYPROXY_CHECKPOINT_DIR"
 RESTARTS_VARIABLE = "SKYPROXY_RESTART_COUNT"
@@ -20,11 +19,6 @@ FOLDER_PREFIX = "skyproxy-checkpoints-"
 """The beginning of the names of folders of calls that are started again."""
 LEFT_SECONDS = 14 * 86_400.0
 """The time without a change after which such a folder that no process uses was left by a program that died."""
-_lock = threading.Lock()
-_in_use: dict[Path, int] = {}
-"""The folders that calls of this process use, each with a descriptor that has a lock: the system drops it where the
-process dies.
-"""
 
 
 def checkpoint_dir() -> Path:
@@ -58,7 +52,7 @@ def checkpoint_dir() -> Path:
         )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.name.startswith(FOLDER_PREFIX):
-        _use(folder)
+        hold(folder)  # of a file system without locks: two weeks without a change count alone
     return folder
 
 
@@ -74,22 +68,8 @@ def remove_left_folders() -> None:
     """Remove the folders of calls whose programs died: no process has used them for two weeks. A worker does so at its
     start.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows: nothing tells there whether a folder is in use
-        return
     for folder in _left_folders():
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # somebody else's, or gone
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # in use
-            pass
-        finally:
-            os.close(descriptor)
+        remove_if_unheld(folder)
 
 
 def _left_folders() -> Iterator[Path]:
@@ -101,22 +81,6 @@ def _left_folders() -> Iterator[Path]:
                 found = [folder.lstat(), *(inner.lstat() for inner in folder.rglob("*"))]
                 if found[0].st_uid == os.getuid() and max(one.st_mtime for one in found) < newest_of_old:
                     yield folder
-
-
-def _use(folder: Path) -> None:
-    """Have the system know that a process uses a folder, until it is gone or the process ends."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    with _lock:
-        for gone in [known for known in _in_use if not known.exists()]:
-            os.close(_in_use.pop(gone))
-        if folder not in _in_use:
-            with contextlib.suppress(OSError):  # of a file system without locks: two weeks without a change count alone
-                descriptor = os.open(folder, os.O_RDONLY)
-                _in_use[folder] = descriptor
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def restart_count() -> int:

@@ -12,9 +12,7 @@ import importlib
 import importlib.machinery
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,6 +22,7 @@ from typing import Any
 
 from skyproxy.errors import ProtocolError
 from skyproxy.runtime.calls import current_call
+from skyproxy.runtime.scratch import make_scratch, remove_scratch
 
 OWN_PACKAGES = frozenset({"skyproxy", "skyproxy_server", "skyproxy_operator"})
 LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
@@ -101,7 +100,7 @@ class ProjectCode:
         with self._lock:
             base = self._received.get(session)
             if base is None:
-                base = self._received[session] = Path(tempfile.mkdtemp(prefix="skyproxy-code-"))
+                base = self._received[session] = make_scratch("code")
             _write_files(base, len(order), changed)
             self._folders[session] = tuple((str(base / str(number)), first) for number, first in enumerate(order))
             importlib.invalidate_caches()
@@ -114,7 +113,7 @@ class ProjectCode:
             if base is not None:
                 if folders == self._active:
                     self._activate(())
-                shutil.rmtree(base, ignore_errors=True)
+                remove_scratch(base)
 
     def folders(self, session: str) -> list[str]:
         """The folders that a program imports from."""

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from skyproxy.errors import ConfigurationError, LimitExceededError
 from skyproxy.runtime.descendants import JOB_MARK_VARIABLE
+from skyproxy.runtime.scratch import make_scratch, remove_scratch
 from skyproxy.settings import Settings
 from skyproxy_server import audit
 from skyproxy_server.auth import Identity
@@ -64,7 +64,7 @@ class Jobs:
         """Return where jobs lie."""
         with self._lock:
             if self._root is None:
-                self._root = Path(tempfile.mkdtemp(prefix="skyproxy-jobs-"))
+                self._root = make_scratch("jobs")
             return self._root
 
     def _claim(self, root: Path) -> int:
@@ -313,6 +313,7 @@ class Jobs:
         with contextlib.suppress(OSError):
             self._root.rename(removed)  # or what threads of jobs still note there would keep it
             shutil.rmtree(removed, ignore_errors=True)
+        remove_scratch(self._root)
 
 
 def _tail(job: WorkerJob) -> list[str]:
