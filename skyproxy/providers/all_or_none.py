@@ -16,6 +16,7 @@ async def run_all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[
         return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
-            task.cancel()
+            if not task.cancelling():  # by whoever cancelled us: once more would break off what it cleans up
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
