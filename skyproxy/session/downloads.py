@@ -65,7 +65,7 @@ class Downloads:
         """Take note of a piece that came.
 
         Raises:
-            ProtocolError: it is not the next one of its transfer.
+            ProtocolError: it is not the next one of its transfer, or of none.
         """
         self._check_next(chunk)
         self._note_landed(chunk.transfer, len(chunk.buffers[0]))
@@ -74,6 +74,8 @@ class Downloads:
     def _confirm_unknown(self, chunk: Chunk | PackedChunk) -> None:
         """Tell the worker that a transfer which it sends once more is here already."""
         if chunk.transfer not in self._open:
+            if not self._waiters.was_given(chunk.transfer):
+                raise ProtocolError(f"the worker sent a piece of transfer {chunk.transfer}, which nobody asked for")
             self.confirm(Landed(chunk.transfer, chunk.total_bytes))
 
     def on_packed_chunk(self, chunk: PackedChunk) -> None:

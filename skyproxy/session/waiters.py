@@ -86,6 +86,10 @@ class Waiters:
         """A number that no request of this session has; large uploads are named by one too."""
         return next(self._numbers)
 
+    def was_given(self, number: int) -> bool:
+        """Return whether a question, or a transfer, has this number."""
+        return 0 < number < next(self._numbers)
+
     def open(self, keep_alive: object = None) -> tuple[RequestId, Waiter]:
         """A fresh number and its waiter.
 
@@ -122,8 +126,7 @@ class Waiters:
         """
         waiter = self._open.pop(number, None)
         if waiter is None and self._ended is None:
-            is_asked = 0 < number < next(self._numbers)
-            if not is_asked or not (number in self._abandoned or self.may_repeat):
+            if not self.was_given(number) or not (number in self._abandoned or self.may_repeat):
                 raise ProtocolError(f"the worker answered question {number}, which waits for no answer")
             self._abandoned.discard(number)
         return waiter

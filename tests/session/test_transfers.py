@@ -206,6 +206,18 @@ def test_a_piece_that_is_not_the_next_one_is_refused_and_lands_nowhere(
     assert target[1000:].eq(0).all()
 
 
+def test_a_piece_of_a_transfer_that_nobody_asked_for_is_refused() -> None:
+    waiters = Waiters()
+    downloads = Downloads(waiters)
+    target = torch.zeros(2)
+    number, _ = waiters.open(keep_alive=target)
+    downloads.open(number, target)
+    with pytest.raises(ProtocolError, match="transfer 7, which nobody asked for"):
+        downloads.on_chunk(Chunk(7, 0, 8, (bytes(8),)))
+    downloads.on_chunk(Chunk(number, 0, 8, (bytes(8),)))
+    downloads.on_chunk(Chunk(number, 0, 8, (bytes(8),)))  # once more, as behind a broken connection
+
+
 def test_an_upload_that_was_interrupted_while_it_was_announced_is_cancelled(sender: Sender) -> None:
     def strike() -> None:
         sender.announced.append(1)

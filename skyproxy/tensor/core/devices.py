@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyproxy.errors import SELF_EXPLAINING, ConfigurationError, UnknownDeviceError
-from skyproxy.interrupts import shielded
+from skyproxy.errors import SELF_EXPLAINING, ConfigurationError, ProtocolError, UnknownDeviceError
+from skyproxy.interrupts import raised_by_handler, shielded
 from skyproxy.session.recorder import Recorder
 from skyproxy.session.session import Session
 from skyproxy.settings import SETTINGS
@@ -138,9 +138,18 @@ class SkyDevice:
 
     @property
     def worker_device(self) -> torch.device:
-        """The device as the worker names it."""
+        """The device as the worker names it.
+
+        Raises:
+            ProtocolError: PyTorch knows no such device.
+        """
         kind, index = self.place
-        return torch.device(kind, index) if index is not None else torch.device(kind)
+        try:
+            return torch.device(kind, index) if index is not None else torch.device(kind)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            if raised_by_handler(error):
+                raise
+            raise ProtocolError(f"the worker has a device {self.place!r:.80}, which PyTorch does not know") from error
 
     def remember(self, key: object, entry: object) -> None:
         """Caches inferred metadata; when the cache is full, the oldest quarter goes."""
