@@ -38,7 +38,7 @@ _globals: weakref.WeakValueDictionary[tuple[str, object], Globals] = weakref.Wea
 _lock = threading.Lock()
 _making = threading.RLock()
 _silenced: list[tuple[object, object]] = []
-"""What stands for an `__init_subclass__` while a class is being made, and that itself."""
+"""Pairs of what stands for an `__init_subclass__` while a class is being made, and of that itself."""
 
 
 class Globals(Protocol):

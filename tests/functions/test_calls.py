@@ -12,7 +12,6 @@ import time
 import traceback
 import types
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -493,29 +492,3 @@ def test_an_option_of_submit_that_is_given_to_run_is_named(node: skyproxy.Node, 
     with pytest.raises(TypeError) as caught:
         asyncio.run(node.execute(takes_nothing, **{name: 1}))
     assert f"node.submit(fn, ..., {name}=...)" in caught.value.__notes__[-1]
-
-
-def test_wait_and_as_completed_know_calls(node: skyproxy.Node) -> None:
-    calls = [node.submit(hold, "a call among several"), node.submit(pow, 2, 3), node.submit(int, "no")]
-    quick = concurrent.futures.wait(calls[1:], timeout=60)
-    assert (quick.done, quick.not_done) == (set(calls[1:]), set())
-    ended = concurrent.futures.as_completed(calls, timeout=60)
-    assert {next(ended), next(ended)} == set(calls[1:])
-    calls[0].cancel()
-    assert next(ended) is calls[0]
-    node.run(open_gate, "a call among several")
-    assert calls[1].result() == 8
-    assert isinstance(calls[2].exception(), ValueError)
-
-
-def test_a_call_cannot_be_an_argument_and_says_what_can(node: skyproxy.Node) -> None:
-    with pytest.raises(ConfigurationError, match=r"Pass its result: call.result\(\)"):
-        node.submit(str, node.submit(pow, 2, 3))
-
-
-def test_the_items_of_an_executed_generator_function_can_be_awaited(node: skyproxy.Node) -> None:
-    async def use() -> list[int]:
-        items: Any = await node.execute(lambda: (n * n for n in range(4)))
-        return [item async for item in items]
-
-    assert asyncio.run(use()) == [0, 1, 4, 9]

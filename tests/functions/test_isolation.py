@@ -451,17 +451,6 @@ def test_what_has_no_memory_to_lend_is_refused_by_name(node: skyproxy.Node, sky:
     assert isolated(node, pow, 2, 3) == 8
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_a_result_without_memory_to_lend_is_refused_by_name(node: skyproxy.Node) -> None:
-    def make(layout: torch.layout) -> torch.Tensor:
-        return torch.eye(2).to_sparse(layout=layout)
-
-    for layout in (torch.sparse_coo, torch.sparse_csr):
-        with pytest.raises((RemoteFunctionError, TypeError), match=f"layout {layout} on cpu has no memory"):
-            isolated(node, make, layout)
-    assert isolated(node, lambda: torch.ones(0)).shape == (0,)
-
-
 def test_a_setting_isolates_what_users_run_and_not_what_is_ours(
     node: skyproxy.Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -452,3 +452,14 @@ def test_strided_nested_tensors_are_arguments_and_results(node: skyproxy.Node, s
         assert made["same"].requires_grad is sent.requires_grad
     by_value = node.submit(lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), results="value").result()
     assert (by_value.device.type, [len(row) for row in by_value.unbind()]) == ("cpu", [1, 2])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_result_without_memory_to_lend_is_refused_by_name(node: skyproxy.Node) -> None:
+    def make(layout: torch.layout) -> torch.Tensor:
+        return torch.eye(2).to_sparse(layout=layout)
+
+    for layout in (torch.sparse_coo, torch.sparse_csr):
+        with pytest.raises(TypeError, match=f"layout {layout} on cpu has no memory"):
+            node.submit(make, layout, isolate=True).result()
+    assert node.submit(torch.ones, 0, isolate=True).result().shape == (0,)
