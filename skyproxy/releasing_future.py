@@ -41,6 +41,12 @@ class ReleasingFuture(Future[T]):
                     self.set_running_or_notify_cancel()
         return is_cancelled
 
+    def set_running_or_notify_cancel(self) -> bool:
+        """Return whether whoever is about to compute the result should; not where the future was cancelled."""
+        with self._condition:
+            # `cancel` has told everybody by now, which the base class takes for a second call of this.
+            return self._state != CANCELLED_AND_NOTIFIED and super().set_running_or_notify_cancel()
+
     _trace: TracebackType | None = None
     """Frames of the exception when it was set: each time that it is raised begins with these."""
 

@@ -123,3 +123,13 @@ def test_a_forked_child_is_told_that_a_future_is_its_parents(name: str) -> None:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert not future.done()
+
+
+def test_who_computes_a_result_learns_that_it_was_cancelled_and_tells_nobody_twice() -> None:
+    future: ReleasingFuture[int] = ReleasingFuture()
+    assert future.cancel()
+    assert not future.set_running_or_notify_cancel()
+    assert not future.set_running_or_notify_cancel()
+    begun: ReleasingFuture[int] = ReleasingFuture()
+    assert begun.set_running_or_notify_cancel()
+    assert not begun.cancel()

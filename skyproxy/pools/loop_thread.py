@@ -58,12 +58,20 @@ class LoopThread:
         """The same, without blocking the caller's loop; cancelling the caller cancels it."""
         running = _Running(self._loop, coroutine)
         running.begin()
+        ended = asyncio.wrap_future(running.ended)
+        ended.add_done_callback(_take_note)
         try:
-            return await asyncio.shield(asyncio.wrap_future(running.ended))
+            return await asyncio.shield(ended)
         except asyncio.CancelledError:
             running.cancel()
-            await asyncio.gather(asyncio.shield(asyncio.wrap_future(running.ended)), return_exceptions=True)
+            await asyncio.wait([ended])
             raise
+
+
+def _take_note(ended: asyncio.Future[T]) -> None:
+    """Retrieve an error for which nobody waits any more: else asyncio logs that nobody did."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 class _Running(Generic[T]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 from collections.abc import Callable
@@ -41,7 +42,9 @@ def forever(begin: Callable[[], object], steps: list[str]) -> Callable[[], objec
     return run
 
 
-def test_cancelling_the_caller_waits_for_the_clean_up() -> None:
+def test_cancelling_the_caller_waits_for_the_clean_up_and_leaves_nothing_to_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     steps: list[str] = []
 
     async def give_up() -> None:
@@ -56,6 +59,8 @@ def test_cancelling_the_caller_waits_for_the_clean_up() -> None:
 
     asyncio.run(give_up())
     assert steps == ["cleaned up", "told"]
+    gc.collect()
+    assert caplog.messages == []  # "Future exception was never retrieved"
 
 
 def test_an_interrupt_waits_for_the_clean_up() -> None:
