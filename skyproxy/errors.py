@@ -232,6 +232,12 @@ def traceback_text(error: BaseException) -> str:
 def tell_origin(error: E, function: str, traceback: str) -> E:
     """Tell an exception that a function raised it on a worker, with the traceback there as its cause; return it."""
     add_note(error, f"raised by {function} on the worker; its traceback there is above")
+    if "device string: sky" in text_of(error):  # PyTorch's refusal of a device that it does not know
+        add_note(
+            error,
+            'A worker knows its own devices, and no "sky". Give the function torch.device("sky:0") as an argument, '
+            "which arrives as the worker's own, or use the device of a tensor: x.device.",
+        )
     BaseException.__dict__["__cause__"].__set__(error, RemoteTraceback(traceback))  # as `raise ... from` does
     return error
 

@@ -38,7 +38,7 @@ def scratch(purpose: str) -> Iterator[Path]:
 
 
 def make_scratch(purpose: str) -> Path:
-    """Make a folder that others of this user cannot enter, until `remove_scratch`, or until this process has ended.
+    """Make a folder that no other user can enter; it lasts until `remove_scratch`, or until this process has ended.
 
     Args:
         purpose: a word for its name, for whoever finds it.

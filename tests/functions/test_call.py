@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 
 import pytest
+import torch
 
 import skyproxy
 from skyproxy.errors import ConfigurationError
@@ -27,3 +28,10 @@ def test_wait_and_as_completed_know_calls(node: skyproxy.Node) -> None:
 def test_a_call_cannot_be_an_argument_and_says_what_can(node: skyproxy.Node) -> None:
     with pytest.raises(ConfigurationError, match=r"Pass its result: call.result\(\)"):
         node.submit(str, node.submit(pow, 2, 3))
+
+
+def test_a_function_that_names_sky_is_told_what_the_device_is_called_where_it_runs(node: skyproxy.Node) -> None:
+    with pytest.raises(RuntimeError, match="device string: sky") as caught:
+        node.run(lambda: torch.ones(2, device="sky:0"))
+    assert any("x.device" in note for note in caught.value.__notes__)
+    assert node.run(lambda device: torch.ones(2, device=device), torch.device("sky:0")).tolist() == [1.0, 1.0]
