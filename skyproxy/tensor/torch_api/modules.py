@@ -92,7 +92,9 @@ class DeviceMove:
         return tensor  # type: ignore[no-any-return]
 
     def _exchange(self, parameter: torch.Tensor, result: torch.Tensor) -> bool:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = _gradient(parameter)
+        if gradient is not None:
+            parameter.grad = None
         try:
             if isinstance(parameter, torch.nn.Parameter):
                 result = _as_parameter(result, sys.getrefcount(result), parameter.requires_grad)
@@ -100,7 +102,8 @@ class DeviceMove:
                 result.requires_grad_(parameter.requires_grad)
             exchange(parameter, result)
         except RuntimeError as error:
-            parameter.grad = gradient  # then PyTorch's way for other devices of this kind: a new parameter
+            if gradient is not None:
+                parameter.grad = gradient  # then PyTorch's way for other devices of this kind: a new parameter
             if raised_by_handler(error):
                 raise
             return False
@@ -108,6 +111,11 @@ class DeviceMove:
             moved = self.function(gradient)
             parameter.grad = moved.requires_grad_(gradient.requires_grad)
         return True
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a parameter's gradient. What is no leaf, as copies of script modules have, is not asked: that warns."""
+    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
 
 
 def _as_parameter(fresh: torch.Tensor, references: int, requires_grad: bool) -> torch.Tensor:
@@ -178,7 +186,7 @@ def _travellers(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor
     """The module's own tensors that are remote, or travel on the bulk connection; tied ones come more than once."""
     for part in module.modules() if recurse else (module,):
         parameters = [value for value in part._parameters.values() if value is not None]
-        gradients = [value.grad for value in parameters if not torch.nn.parameter.is_lazy(value)]  # type: ignore[redundant-expr]
+        gradients = [_gradient(value) for value in parameters if not torch.nn.parameter.is_lazy(value)]  # type: ignore[redundant-expr]
         for tensor in (*parameters, *gradients, *part._buffers.values()):
             if tensor is None:
                 continue

@@ -258,7 +258,9 @@ def test_a_scripted_module_moves_there_trains_and_comes_back(sky1: str) -> None:
 
 
 @pytest.mark.parametrize("came_by", ["loading", "copying"])
-def test_a_script_module_whose_parameters_are_plain_tensors_moves(came_by: str, sky1: str) -> None:
+def test_a_script_module_whose_parameters_are_plain_tensors_moves(
+    came_by: str, sky1: str, recwarn: pytest.WarningsRecorder
+) -> None:
     """C++ makes parameters of no class of their own when it loads or copies."""
     module = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).eval())
     if came_by == "loading":
@@ -273,6 +275,7 @@ def test_a_script_module_whose_parameters_are_plain_tensors_moves(came_by: str, 
     x = torch.randn(4, 3)
     expected = module(x)
     module.to(sky1)
+    assert not [told for told in recwarn if "not a leaf" in str(told.message)]  # a copy's parameters are none
     assert {t.device for t in (*module.parameters(), *module.buffers())} == {torch.device(sky1)}
     assert all(p is q and q.requires_grad for p, q in zip(before, module.parameters(), strict=True))
     result = module(x.to(sky1))
