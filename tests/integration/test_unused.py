@@ -118,6 +118,10 @@ QUESTIONS = {
     "checkpoint": lambda: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).shape,
     "device of checkpoints": lambda: torch.utils.checkpoint.DefaultDeviceType.get_device_type(),
     "scripts": lambda: (torch.jit.script(torch.nn.ReLU()).code, torch.fx.symbolic_trace(model).code),
+    "copies of scripts": lambda: copy.deepcopy(torch.jit.script(torch.nn.Linear(2, 2))).double().weight.dtype,
+    "functions of others": lambda: [
+        name for name, one in vars(torch).items() if callable(one) and not str(one.__module__).startswith("torch")
+    ],
     "Dynamo": lambda: config("torch._dynamo.config"),
     "Inductor": lambda: config("torch._inductor.config"),
     "functorch": lambda: (torch.func.vmap(torch.sin)(x).tolist(), config("torch._functorch.config")),

@@ -6,6 +6,7 @@ The casts are made above autograd, on the dispatch key that PyTorch keeps for th
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -421,6 +422,7 @@ def install() -> None:
 
 
 def _clearing_ours(clear: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(clear)
     def clear_autocast_cache() -> None:
         _cache.casts.clear()
         clear()
