@@ -66,6 +66,7 @@ with explain_missing_names():
     SetExcludedKey = torch._C._SetExcludeDispatchKeyGuard
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     all_op_names = torch._C._dispatch_get_all_op_names
+    op_names_with_kernel = torch._C._dispatch_get_registrations_for_dispatch_key
 
     # Modes and transforms
     DelayedError = torch._C._functions.DelayedError
@@ -182,6 +183,7 @@ __all__ = [
     "mkldnn_enabled",
     "name_gradients",
     "node_that_runs",
+    "op_names_with_kernel",
     "pytree",
     "rule_registry",
     "safe_copy_out",

@@ -23,12 +23,12 @@ from skyproxy.tensor.core.torch_private import (
     DispatchKey,
     OpOverload,
     SetExcludedKey,
-    all_op_names,
     broadcast_two,
     checks_sparse_invariants,
     has_kernel,
     has_modes_or_transforms,
     maybe_resize_out,
+    op_names_with_kernel,
     safe_copy_out,
     set_sparse_invariant_checks,
 )
@@ -485,10 +485,8 @@ def install(library: torch.library.Library) -> None:
     library.impl(
         "_validate_sparse_coo_tensor_args", kernel("aten::_validate_sparse_coo_tensor_args"), "AutogradPrivateUse1"
     )
-    for name in all_op_names():
-        if not name.startswith("aten::") or not has_kernel(name, "BackendSelect"):
-            continue
-        if not has_kernel(name, "CompositeImplicitAutograd"):
+    for name in op_names_with_kernel("BackendSelect"):
+        if name.startswith("aten::") and not has_kernel(name, "CompositeImplicitAutograd"):
             for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1"):
                 library.m.impl(name[len("aten::") :], key, kernel(name), False)  # type: ignore[union-attr]
 

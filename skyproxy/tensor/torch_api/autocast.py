@@ -17,7 +17,7 @@ from skyproxy import patching
 from skyproxy.errors import ConfigurationError
 from skyproxy.tensor.core.devices import DEVICES
 from skyproxy.tensor.core.remote_tensor import RemoteTensor
-from skyproxy.tensor.core.torch_private import DispatchKey, DispatchKeySet, OpOverload, has_kernel
+from skyproxy.tensor.core.torch_private import DispatchKey, DispatchKeySet, OpOverload, has_kernel, op_names_with_kernel
 from skyproxy.tensor.dispatch.binding import BoundCall
 from skyproxy.tensor.dispatch.op_info import OpInfo, implements
 from skyproxy.tensor.dispatch.recording import run
@@ -375,13 +375,9 @@ def _forms_on_cuda() -> dict[str, Callable[..., object]]:
 
 def _forms_on_cpu() -> dict[str, Callable[..., object]]:
     """By op, what the CPU's autocast does, as far as this version of PyTorch has the op in its list."""
-    has_kernel, known = torch._C._dispatch_has_kernel_for_dispatch_key, set(torch._C._dispatch_get_all_op_names())
-
-    def casts(op: str) -> bool:
-        return op in known and has_kernel(op, "AutocastCPU")
-
+    cast = set(op_names_with_kernel("AutocastCPU"))
     lists = [
-        ([name for name in names if casts(f"aten::{name}")], make)
+        ([name for name in names if f"aten::{name}" in cast], make)
         for names, make in (
             (LOWER_PRECISION_ON_CPU, _lower),
             (FULL_PRECISION_ON_CPU, _full_precision),

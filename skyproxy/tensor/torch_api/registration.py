@@ -14,8 +14,9 @@ import torch
 
 from skyproxy import patching, torch_versions
 from skyproxy.errors import ConfigurationError
+from skyproxy.tensor.core.torch_private import all_op_names, op_names_with_kernel
 from skyproxy.tensor.dispatch.kernels import kernel
-from skyproxy.tensor.dispatch.op_info import is_decomposed
+from skyproxy.tensor.dispatch.op_info import decomposed_ops
 from skyproxy.tensor.dispatch.recording import dispatch
 from skyproxy.tensor.torch_api import local_accelerator
 from skyproxy.tensor.torch_api.autograd import Guard, Hooks
@@ -106,11 +107,9 @@ def _register_kernels() -> None:
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(lambda op, *args, **kwargs: dispatch(op, args, kwargs), _dispatch_key)
     library = torch.library.Library("aten", "IMPL")
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in torch._C._dispatch_get_all_op_names():
-        if not name.startswith("aten::"):
-            continue
-        if is_decomposed(name) or has_kernel(name, _dispatch_key) or name in _NATIVE:
+    left_out = decomposed_ops().union(op_names_with_kernel(_dispatch_key), _NATIVE)
+    for name in all_op_names():
+        if not name.startswith("aten::") or name in left_out:
             continue
         library.m.impl(name[len("aten::") :], _dispatch_key, kernel(name), False)  # type: ignore[union-attr]
     _library, _fallback = library, fallback
