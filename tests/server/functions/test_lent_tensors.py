@@ -63,7 +63,7 @@ def test_two_arguments_of_one_storage_are_one_memory_there() -> None:
 
 @pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"])
 def test_what_has_no_memory_is_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match="no memory that a process of its own could be lent"):
+    with pytest.raises(TypeError, match="has no memory that could be lent to a process of its own"):
         LentTensors([tensor], [tensor])
 
 
