@@ -74,6 +74,8 @@ def remove_left_folders() -> None:
 
 def _left_folders() -> Iterator[Path]:
     """Yield the folders of this user in which nothing has changed for two weeks."""
+    if not hasattr(os, "getuid"):  # Windows: nothing tells there whose a folder is, nor whether it is in use
+        return
     newest_of_old = time.time() - LEFT_SECONDS
     with contextlib.suppress(OSError):
         for folder in checkpoint_folder("").glob(FOLDER_PREFIX + "*"):

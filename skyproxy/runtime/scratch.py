@@ -59,7 +59,9 @@ def remove_scratch(folder: Path) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders that no process holds."""
+    """Remove this user's folders that no process holds; none on Windows, where nothing tells whose they are."""
+    if not hasattr(os, "getuid"):
+        return
     newest_of_old = time.time() - _UNHELD_SECONDS
     with contextlib.suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):

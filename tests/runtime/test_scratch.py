@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from skyproxy.runtime.checkpoints import FOLDER_PREFIX, remove_left_folders
 from skyproxy.runtime.scratch import hold, make_scratch, remove_abandoned, remove_if_unheld, remove_scratch, scratch
 
 LOCKS = pytest.mark.skipif(sys.platform == "win32", reason="needs the system's locks of files")
@@ -105,3 +106,17 @@ def test_what_others_made_is_left_alone(tmp_path: Path, ages: None) -> None:
     remove_abandoned()
     assert (kept / "file").exists()
     assert (tmp_path / "skyproxy-scratch-file").exists()
+
+
+def test_where_nothing_tells_whose_a_folder_is_none_is_removed(
+    tmp_path: Path, ages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "getuid", raising=False)
+    monkeypatch.setenv("SKYPROXY_JOBS", str(tmp_path))
+    folders = [tmp_path / "skyproxy-scratch-test-1", tmp_path / f"{FOLDER_PREFIX}1"]
+    for folder in folders:
+        folder.mkdir()
+        os.utime(folder, (0, 0))
+    remove_abandoned()
+    remove_left_folders()
+    assert all(folder.exists() for folder in folders)
