@@ -9,7 +9,9 @@ batch: from then on, each batch has the modes of its session put in force, and t
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from skyproxy.torch_modes import (
 _FLUSH_DENORMAL = ("flush_denormal", True)
 _LEFT: Record = (("left by a function", True),)
 _LOOKS_AGAIN_SECONDS = 0.001
+_LONGEST_BATCH_SECONDS = 10.0
 
 
 class _Process:
@@ -62,6 +65,23 @@ def note_function(begins: bool) -> None:
         with _Process.change:
             if _Process.own is None:
                 _Process.own = _Process.before or values_in_force()
+
+
+def wait_for_rest() -> None:
+    """Wait until no batch has modes of its own in force, so that a function begins with those that functions have left.
+
+    A caller who has got a value of a batch has not seen its end, which puts the modes back. A batch that runs for longer
+    than ten seconds is not waited for.
+    """
+    if _Process.record == _Process.at_rest and not _Process.is_changing:
+        return
+    if not _Process.change.acquire(timeout=_LONGEST_BATCH_SECONDS):
+        return
+    try:
+        if _Process.record != _Process.at_rest:
+            _change(_Process.at_rest, waits=_LONGEST_BATCH_SECONDS)
+    finally:
+        _Process.change.release()
 
 
 _sessions: weakref.WeakSet[SessionModes] = weakref.WeakSet()
@@ -153,7 +173,7 @@ class SessionModes:
         if self.record != _Process.at_rest:
             with _Process.change:
                 if _Process.record == self.record != _Process.at_rest:
-                    _change(_Process.at_rest, waits=False)
+                    _change(_Process.at_rest, waits=0)
 
 
 def _find_what_functions_left() -> None:
@@ -173,13 +193,14 @@ _LEAVE = frozenset(("sdp.priority_order", *(name for name, mode in MODES.items()
 """Modes that no function needs to have set: PyTorch itself sets the order of attention, by the hardware."""
 
 
-def _change(record: Record, *, waits: bool = True) -> None:
-    """Puts other modes in force, when nobody runs; if somebody does, waits or leaves it. Call with `change` held."""
+def _change(record: Record, *, waits: float = math.inf) -> None:
+    """Puts other modes in force once nobody runs, or leaves it after `waits` seconds. Call with `change` held."""
     _Process.is_changing = True
     try:
         pause = threading.Event()
+        end = time.monotonic() + waits
         while any(session.is_running for session in list(_sessions)):
-            if not waits:
+            if time.monotonic() >= end:
                 return
             pause.wait(_LOOKS_AGAIN_SECONDS)
         now = values_in_force()

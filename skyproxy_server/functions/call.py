@@ -36,6 +36,7 @@ from skyproxy_server.functions.nursery import Nursery
 from skyproxy_server.functions.questions import CallQuestions
 from skyproxy_server.functions.results import REMOTE, ResultWriter
 from skyproxy_server.functions.shared_globals import named_device
+from skyproxy_server.global_modes import wait_for_rest
 from skyproxy_server.inventory import DeviceRow
 from skyproxy_server.lost_context import CONTEXT
 
@@ -190,6 +191,7 @@ class FunctionCall:
         task, pieces, arguments = self._task, self._pieces, self._arguments or []
         assert task is not None
         self._task, self._pieces, self._arguments = {}, (), []
+        wait_for_rest()
         try:
             try:
                 with self._lock:

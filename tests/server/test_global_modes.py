@@ -16,7 +16,7 @@ from skyproxy.settings import SETTINGS
 from skyproxy.torch_modes import USUAL, Record, put_in_force, values_in_force
 from skyproxy_server import global_modes
 from skyproxy_server.executor import Executor
-from skyproxy_server.global_modes import SessionModes, note_function
+from skyproxy_server.global_modes import SessionModes, note_function, wait_for_rest
 from skyproxy_server.transfers import Transfers
 
 DOUBLE: Record = (("default_dtype", "float64"),)
@@ -215,6 +215,30 @@ def test_what_a_function_has_left_during_a_batch_is_found_by_no_later_one() -> N
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch accepts every library")
+def test_a_function_that_begins_during_a_batch_waits_until_the_modes_of_the_batch_are_put_back() -> None:
+    found: list[torch.dtype] = []
+
+    def function() -> None:
+        wait_for_rest()
+        found.append(torch.get_default_dtype())
+
+    thread = threading.Thread(target=function)
+    with _modes(DOUBLE):
+        thread.start()
+        while not global_modes._Process.is_changing:
+            thread.join(0.001)
+        assert thread.is_alive()
+    thread.join(10)
+    assert found == [torch.float32]
+
+
+def test_a_function_does_not_wait_for_a_batch_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(global_modes, "_LONGEST_BATCH_SECONDS", 0.01)
+    with _modes(DOUBLE):
+        wait_for_rest()
+        assert torch.get_default_dtype() is torch.float64
+
+
 def test_a_mode_that_this_machine_refuses_names_itself_and_leaves_the_session_as_it_was() -> None:
     own = _modes(DOUBLE)
     with own:
