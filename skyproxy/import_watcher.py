@@ -99,7 +99,10 @@ def namesakes(packages: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def forget_own() -> None:
-    """No import calls anything of this package any more; what others asked for stays."""
+    """No import calls anything of this package any more; what others asked for stays.
+
+    For the processes of workers, before they import torch: they have the real devices, and need no stand-in for them.
+    """
     sys.meta_path[:] = [
         finder
         for finder in sys.meta_path

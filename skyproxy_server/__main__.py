@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     keep_freed_memory()
     _leave_no_core_dumps()
-    import_watcher.forget_own()  # a worker has the real devices, and needs no stand-in for them
+    import_watcher.forget_own()
     log_to_stderr(arguments.log_level.upper())
     if arguments.embedded:
         # Its only client knows what it calls. Its log is a file that grows, whose end tells what the worker died of.

@@ -18,6 +18,7 @@ import socket
 import sys
 from typing import Any
 
+from skyproxy import import_watcher
 from skyproxy.runtime.descendants import MARK_VARIABLE
 
 MAX_ORDER_BYTES = 1 << 20
@@ -47,6 +48,7 @@ def main() -> int:
 
 def _prepare() -> None:
     """Import what every worker needs."""
+    import_watcher.forget_own()
     import skyproxy_server.__main__
     import skyproxy_server.worker_host  # noqa: F401
 

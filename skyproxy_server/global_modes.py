@@ -70,7 +70,7 @@ def note_function(begins: bool) -> None:
 def wait_for_rest() -> None:
     """Wait until no batch has modes of its own in force, so that a function begins with those that functions have left.
 
-    A caller who has got a value of a batch has not seen its end, which puts the modes back. A batch that runs for longer
+    A caller who has got a value of a batch has not seen its end, which puts the modes back. A batch that runs for more
     than ten seconds is not waited for.
     """
     if _Process.record == _Process.at_rest and not _Process.is_changing:

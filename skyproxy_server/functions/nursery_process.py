@@ -16,6 +16,7 @@ import traceback
 import warnings
 from dataclasses import dataclass
 
+from skyproxy import import_watcher
 from skyproxy.collector import collector_paused, set_loaded_aside
 from skyproxy_server import limits
 from skyproxy_server.control_channel import ChannelClosedError, ControlChannel
@@ -147,6 +148,7 @@ def main() -> int:
     limits.set_name("skyproxy-nurse")
     limits.adopt_orphans()
     os.setsid()
+    import_watcher.forget_own()
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     with collector_paused():
         import skyproxy_server.functions.isolated_process  # noqa: F401 - with all that a function needs

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import skyproxy
 from skyproxy.errors import ConfigurationError
+from skyproxy_server.limits import are_sessions_separable
 from tests.functions.gates import hold, open_gate
+from tests.server.isolation.workers import TOKEN, Worker
 
 
 def test_wait_and_as_completed_know_calls(node: skyproxy.Node) -> None:
@@ -30,8 +35,36 @@ def test_a_call_cannot_be_an_argument_and_says_what_can(node: skyproxy.Node) -> 
         node.submit(str, node.submit(pow, 2, 3))
 
 
-def test_a_function_that_names_sky_is_told_what_the_device_is_called_where_it_runs(node: skyproxy.Node) -> None:
+def make_ones(device: torch.device | str) -> list[float]:
+    values: list[float] = torch.ones(2, device=device).tolist()
+    return values
+
+
+@pytest.fixture(params=["worker", "isolated", "one of many", "session process"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """What runs a function on a new worker, in a process of each kind."""
+    if request.param in ("worker", "isolated"):
+        with skyproxy.launch_local("cpu") as node:
+            yield lambda *call: node.submit(*call, isolate=request.param == "isolated").result()
+    elif request.param == "one of many":  # which are forked
+        with skyproxy.Compute(provider=skyproxy.Local(device="cpu"), nodes=4) as pool:
+            yield pool.run
+    else:
+        if not are_sessions_separable():
+            pytest.skip("processes of sessions need Linux")
+        worker = Worker(tmp_path)
+        try:
+            with skyproxy.connect(worker.url, token=TOKEN) as node:
+                yield node.run
+        finally:
+            worker.end()
+
+
+def test_a_function_that_names_sky_is_told_what_the_device_is_called_where_it_runs(run: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match="device string: sky") as caught:
-        node.run(lambda: torch.ones(2, device="sky:0"))
+        run(make_ones, "sky:0")
     assert any("x.device" in note for note in caught.value.__notes__)
-    assert node.run(lambda device: torch.ones(2, device=device), torch.device("sky:0")).tolist() == [1.0, 1.0]
+
+
+def test_an_argument_that_names_a_device_of_sky_arrives_as_the_workers_own(node: skyproxy.Node) -> None:
+    assert node.run(make_ones, torch.device("sky:0")) == [1.0, 1.0]
