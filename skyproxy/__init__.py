@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from skyproxy.collector import collector_paused
+from skyproxy import import_watcher
 from skyproxy.import_watcher import forget_all, namesakes, when_imported, when_whole
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _load(name: str) -> object:
         return importlib.import_module("torch.sky")
     if name in _PUBLIC:
         if _PUBLIC[name].split(".")[1] not in _WITHOUT_DEVICE:
-            _load_device()
+            _load_device(registers=not import_watcher.in_worker)
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
         globals()[name] = value
         return value
@@ -173,8 +174,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_NAMES})
 
 
-def _load_device() -> None:
-    """Registers the `sky` device; needs torch.
+def _load_device(*, registers: bool = True) -> None:
+    """Load what the `sky` device needs, and register it unless that is left to the first node; needs torch.
 
     Raises:
         ImportError: torch is not installed, or a file of the program has the name of a package that is needed.
@@ -189,7 +190,8 @@ def _load_device() -> None:
         with collector_paused():
             nodes: Any = importlib.import_module("skyproxy.nodes")
             nodes.open_saved = _open_saved
-            importlib.import_module("skyproxy.tensor.activation").activate()
+            if registers:
+                importlib.import_module("skyproxy.tensor.activation").activate()
     except (ImportError, AttributeError) as error:
         for name, file in namesakes(("torch", "msgpack", "packaging")):
             raise ImportError(f"{file} was imported in place of the package {name}. Rename that file.") from error

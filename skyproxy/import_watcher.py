@@ -9,6 +9,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TypeGuard
 
+in_worker = False
+"""Whether this process is a worker's, where the device is registered by whoever opens a node, not by an import."""
+
 
 class _Watcher:
     """A finder that finds one module as the others do, and makes its loading end with a call."""
@@ -103,6 +106,8 @@ def forget_own() -> None:
 
     For the processes of workers, before they import torch: they have the real devices, and need no stand-in for them.
     """
+    global in_worker
+    in_worker = True
     sys.meta_path[:] = [
         finder
         for finder in sys.meta_path

@@ -36,6 +36,8 @@ def test_a_call_cannot_be_an_argument_and_says_what_can(node: skyproxy.Node) -> 
 
 
 def make_ones(device: torch.device | str) -> list[float]:
+    from skyproxy import launch_local  # noqa: F401 - as modules of a program do
+
     values: list[float] = torch.ones(2, device=device).tolist()
     return values
 
@@ -68,3 +70,11 @@ def test_a_function_that_names_sky_is_told_what_the_device_is_called_where_it_ru
 
 def test_an_argument_that_names_a_device_of_sky_arrives_as_the_workers_own(node: skyproxy.Node) -> None:
     assert node.run(make_ones, torch.device("sky:0")) == [1.0, 1.0]
+
+
+def test_a_function_that_opens_a_node_has_the_device(run: Callable[..., Any]) -> None:
+    def compute_elsewhere() -> list[float]:
+        with skyproxy.launch_local("cpu") as node:
+            return make_ones(node.device("cpu"))
+
+    assert run(compute_elsewhere) == [1.0, 1.0]
