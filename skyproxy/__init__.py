@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from skyproxy.collector import collector_paused
 from skyproxy import import_watcher
+from skyproxy.collector import collector_paused
 from skyproxy.import_watcher import forget_all, namesakes, when_imported, when_whole
 
 if TYPE_CHECKING:
