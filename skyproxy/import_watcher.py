@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TypeGuard
 
 in_worker = False
-"""Whether this process is a worker's, where the device is registered by whoever opens a node, not by an import."""
+"""In the process of a worker the device is registered by whoever opens a node, not by an import."""
 
 
 class _Watcher:

@@ -489,8 +489,7 @@ def test_modes_that_a_function_leaves_on_a_worker_are_for_its_functions_alone() 
         return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
 
     with skyproxy.launch_local("cpu") as node:
-        device = node.device("cpu")
-        before = torch.sky.modes_in_force(device)
+        before = torch.sky.modes_in_force(device := node.device("cpu"))
         node.run(set_modes)
         assert torch.sky.modes_in_force(device) == before
         for _ in range(20):
