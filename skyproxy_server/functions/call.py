@@ -191,9 +191,9 @@ class FunctionCall:
         task, pieces, arguments = self._task, self._pieces, self._arguments or []
         assert task is not None
         self._task, self._pieces, self._arguments = {}, (), []
-        wait_for_rest()
         try:
             try:
+                wait_for_rest()
                 with self._lock:
                     self._is_in_thread = True
                 if self.ended:

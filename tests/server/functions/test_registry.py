@@ -14,7 +14,7 @@ from skyproxy.payloads.pickling import Pickler
 from skyproxy.runtime.lifecycle import LIFECYCLE
 from skyproxy.settings import Settings
 from skyproxy_server.activity import Activity
-from skyproxy_server.functions import registry
+from skyproxy_server.functions import call, registry
 from skyproxy_server.functions.call_threads import CallThreads
 from skyproxy_server.functions.events import OutgoingEvent
 from skyproxy_server.functions.registry import Calls
@@ -92,6 +92,17 @@ def test_it_begins_when_payload_and_arguments_are_there() -> None:
     calls.bind("session", "a", [], [])
     caller.wait("a")
     assert caller.kinds("a") == ["started", "result"]
+
+
+def test_modes_that_cannot_be_put_back_are_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("no such mode here")
+
+    monkeypatch.setattr(call, "wait_for_rest", refuse)
+    calls, caller = make_calls(), Caller()
+    start(calls, caller, "a", abs, -3)
+    caller.wait("a")
+    assert caller.kinds("a") == ["started", "error"]
 
 
 def test_a_second_start_changes_nothing() -> None:
