@@ -1,7 +1,8 @@
 """Run PyTorch locally with GPUs somewhere else: `import skyproxy; tensor.to("sky:0")`.
 
 Importing this package loads neither torch nor a network library. The `sky` device is registered as soon as torch is
-imported too, in either order; the other public names load on first use.
+imported too, in either order, but on a worker with the first node that a function opens. The other public names load on
+first use.
 """
 
 from __future__ import annotations

@@ -75,11 +75,12 @@ def wait_for_rest() -> None:
     """
     if _Process.record == _Process.at_rest and not _Process.is_changing:
         return
+    end = time.monotonic() + _LONGEST_BATCH_SECONDS
     if not _Process.change.acquire(timeout=_LONGEST_BATCH_SECONDS):
         return
     try:
         if _Process.record != _Process.at_rest:
-            _change(_Process.at_rest, waits=_LONGEST_BATCH_SECONDS)
+            _change(_Process.at_rest, waits=end - time.monotonic())
     finally:
         _Process.change.release()
 

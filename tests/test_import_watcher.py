@@ -100,3 +100,14 @@ def test_a_file_that_was_imported_in_place_of_a_package_is_named(tmp_path: Path,
     (tmp_path / "program.py").write_text("import skyproxy\nimport torch\n")
     done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=60)
     assert f"ImportError: {file} was imported in place of the package {package}." in done.stderr
+
+
+def test_on_a_worker_no_public_name_registers_the_device_but_torch_sky() -> None:
+    program = (
+        "from skyproxy import import_watcher; import_watcher.forget_own()\n"
+        "import skyproxy, torch\n"
+        "for name in set(skyproxy.__all__) - {'sky'}: getattr(skyproxy, name)\n"
+        "print(torch._C._get_privateuse1_backend_name())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout == "privateuseone\n", done.stderr

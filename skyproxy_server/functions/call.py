@@ -193,7 +193,8 @@ class FunctionCall:
         self._task, self._pieces, self._arguments = {}, (), []
         try:
             try:
-                wait_for_rest()
+                if not task.get("isolate"):
+                    wait_for_rest()
                 with self._lock:
                     self._is_in_thread = True
                 if self.ended:

@@ -214,7 +214,6 @@ def test_what_a_function_has_left_during_a_batch_is_found_by_no_later_one() -> N
     assert global_modes._Process.at_rest == USUAL
 
 
-@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch accepts every library")
 def test_a_function_that_begins_during_a_batch_waits_until_the_modes_of_the_batch_are_put_back() -> None:
     found: list[torch.dtype] = []
 
@@ -239,6 +238,7 @@ def test_a_function_does_not_wait_for_a_batch_without_end(monkeypatch: pytest.Mo
         assert torch.get_default_dtype() is torch.float64
 
 
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch accepts every library")
 def test_a_mode_that_this_machine_refuses_names_itself_and_leaves_the_session_as_it_was() -> None:
     own = _modes(DOUBLE)
     with own:
